@@ -48,7 +48,9 @@ class LibCuda:
         try:
             self._lib = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
-            raise ConfigError("No NVIDIA driver here (libcuda.so.1 not found); spell the target out: Target(gpu=..., compute_capability=...).") from error
+            raise ConfigError(
+                "No NVIDIA driver here (libcuda.so.1 not found); spell the target out: Target(gpu=..., compute_capability=...)."
+            ) from error
         self._call("cuInit", 0)
 
     def _call(self, name: str, *args: Any) -> None:
@@ -57,7 +59,9 @@ class LibCuda:
             text = ctypes.c_char_p()
             self._lib.cuGetErrorString(code, ctypes.byref(text))
             why = (text.value or b"unknown error").decode(errors="replace")
-            raise ConfigError(f"The NVIDIA driver refused {name}: {why} (CUDA error {code}). Spell the target out, or check the driver with nvidia-smi.")
+            raise ConfigError(
+                f"The NVIDIA driver refused {name}: {why} (CUDA error {code}). Spell the target out, or check the driver with nvidia-smi."
+            )
 
     def device_count(self) -> int:
         count = ctypes.c_int()
@@ -121,7 +125,9 @@ def query_gpu(
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        raise ConfigError(f"NVML did not start: {error}. Check the driver with nvidia-smi, or spell the target out.") from error
+        raise ConfigError(
+            f"NVML did not start: {error}. Check the driver with nvidia-smi, or spell the target out."
+        ) from error
     try:
         handle, parent = _handle(nvml, uuid)
         name = _text(nvml.nvmlDeviceGetName(parent))
@@ -137,7 +143,9 @@ def query_gpu(
             "driver": _text(nvml.nvmlSystemGetDriverVersion()),
         }
     except nvml.NVMLError as error:
-        raise ConfigError(f"NVML could not describe device {device!r}: {error}. Spell the target out instead.") from error
+        raise ConfigError(
+            f"NVML could not describe device {device!r}: {error}. Spell the target out instead."
+        ) from error
     finally:
         nvml.nvmlShutdown()
 

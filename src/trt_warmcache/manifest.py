@@ -161,7 +161,8 @@ def describe_blob(role: str, data: Any) -> BlobRef:
     chunks: tuple[str, ...] = ()
     if view.nbytes > CHUNK_BYTES:
         chunks = tuple(
-            blob_digest(view[start : start + CHUNK_BYTES]).partition(":")[2] for start in range(0, view.nbytes, CHUNK_BYTES)
+            blob_digest(view[start : start + CHUNK_BYTES]).partition(":")[2]
+            for start in range(0, view.nbytes, CHUNK_BYTES)
         )
     return BlobRef(role=role, digest=blob_digest(view), size=view.nbytes, chunks=chunks)
 

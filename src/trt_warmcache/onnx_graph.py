@@ -168,6 +168,15 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     dims: tuple[int | str | None, ...] | None
 
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether any dimension, or the rank, is open."""
+        return self.dims is None or any(not isinstance(size, int) for size in self.dims)
+
+    def __str__(self) -> str:
+        shape = "?" if self.dims is None else "x".join("?" if size is None else str(size) for size in self.dims)
+        return f"{self.name} ({self.dtype} {shape or 'scalar'})"
+
 
 class ExternalTensor(msgspec.Struct, frozen=True, array_like=True):
     """A tensor whose bytes live in a side file.

@@ -66,7 +66,9 @@ class LocalStore(Store):
         read_only: Never try to write, delete or lock.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, memo: DigestMemo | None = None, read_only: bool = False) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], *, memo: DigestMemo | None = None, read_only: bool = False
+    ) -> None:
         text = os.fspath(root)
         if not text or "\0" in text:
             raise ConfigError(f"A store's folder must be a path, not {text!r}.")
@@ -128,7 +130,7 @@ class LocalStore(Store):
         path = self._base / name
         known = not rehash and self._memo.get(path, status) == ref.digest
         if not known:
-            started = self._memo.now()
+            started = self._memo.clock()
             try:
                 verify_view(ref, view, self.url)
             except BaseException:
