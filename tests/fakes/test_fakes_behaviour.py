@@ -38,8 +38,8 @@ class Build:
     """One builder with a parsed network, a config and, by default, a profile."""
 
     def __init__(self, trt: Any, model: bytes | None = None, *, profile: bool = True) -> None:
-        self.trt, self.lines = trt, []
-        lines: list[str] = self.lines
+        lines: list[str] = []
+        self.trt, self.lines = trt, lines
 
         class Log(trt.ILogger):  # type: ignore[misc]
             def __init__(self) -> None:
@@ -260,7 +260,8 @@ def test_progress_can_cancel(line: Line) -> None:
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self, answer: Any) -> None:
             trt.IProgressMonitor.__init__(self)
-            self.answer, self.events = answer, []
+            self.answer = answer
+            self.events: list[tuple[Any, ...]] = []
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
             self.events.append((phase_name, parent_phase, num_steps))
