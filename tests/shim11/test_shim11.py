@@ -71,7 +71,7 @@ def test_real_bindings_build_a_real_model(environment: dict[str, str], detection
     assert facts["events"] > 10
     assert facts["roots"] == ["Building engine"]
     assert facts["streamed"] is True
-    assert facts["stream_equals_plan"] is True
+    assert facts["stream_like_plan"] is True
     assert facts["cancelled"] is None
     assert any("BuildCanceled" in line for line in facts["cancel_errors"])
     assert facts["engine"] is False
