@@ -33,7 +33,7 @@ _HEADER = struct.Struct("<4sIIIQ4B4s")
 _PRECISIONS = ("FP16", "BF16", "INT8", "FP8", "INT4", "FP4")
 
 
-class _Stop(Exception):  # noqa: N818 - not an error of ours: the build ends with None
+class _Stop(Exception):
     """Ends a build; the reason is what gets logged."""
 
 
