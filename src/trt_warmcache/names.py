@@ -1,0 +1,43 @@
+"""Names of files that people see: safe on every file system, short, and stable."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+__all__ = ["MAX_NAME_BYTES", "readable_name", "with_digest"]
+
+#: Longest file name, extension included; most file systems allow 255 bytes, some layers on top need a few.
+MAX_NAME_BYTES = 200
+
+#: Room kept for "-" + 12 hex digits + the longest extension.
+_RESERVED = 1 + 12 + len(".engine")
+
+_WINDOWS_DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
+
+
+def readable_name(model_name: str, version: str, gpu_type: str, input_shape: str) -> str:
+    """``{model_name}_{version}_{gpu_type}_{input_shape}``, cut so that an extension and a digest still fit."""
+    parts = [_safe(part) for part in (model_name, version, gpu_type, input_shape)]
+    room = MAX_NAME_BYTES - _RESERVED
+    while len("_".join(parts).encode()) > room:
+        # Shorten the longest part, so that no part vanishes while another stays long.
+        longest = max(range(len(parts)), key=lambda i: len(parts[i].encode()))
+        parts[longest] = parts[longest][:-1]
+    return _portable("_".join(parts))
+
+
+def with_digest(name: str, digest: str) -> str:
+    """The name with the first 12 hex digits of a key appended, for where two would collide."""
+    return f"{name}-{digest[:12]}"
+
+
+def _safe(text: str) -> str:
+    normal = unicodedata.normalize("NFC", text)
+    # Letters and digits of every script stay; separators, quotes, control and shell characters become one "-".
+    kept = re.sub(r"[^\w.+=@-]+", "-", normal).strip("-. ")
+    return kept or "-"
+
+
+def _portable(name: str) -> str:
+    return f"x-{name}" if _WINDOWS_DEVICES.fullmatch(name) else name

@@ -1,0 +1,460 @@
+"""Build options: every knob of TensorRT that a build may turn, with the versions that have it.
+
+The dataclass is also the table: each field carries, as metadata, where the option exists, whether it can change the
+plan, and its documentation. Keys, adapters, error messages and the reference page all read the same table.
+Version ranges come from introspecting the real bindings of every minor release from 8.6 to 11.4 and TensorRT-RTX 1.7.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from trt_warmcache._fields import strict_fields, to_enum
+from trt_warmcache.errors import ConfigError
+
+__all__ = [
+    "BuildOptions",
+    "HardwareCompatibility",
+    "MemoryPool",
+    "OptionSpec",
+    "PrecisionConstraints",
+    "Preset",
+    "ProfilingVerbosity",
+    "RefitMode",
+    "TilingLevel",
+    "TimingMode",
+    "option_specs",
+]
+
+
+class HardwareCompatibility(str, Enum):
+    """Which GPUs a classic plan runs on, and so how much of the target goes into the key."""
+
+    NONE = "none"
+    """The exact GPU."""
+    SAME_COMPUTE_CAPABILITY = "same_compute_capability"
+    AMPERE_PLUS = "ampere_plus"
+
+
+class ProfilingVerbosity(str, Enum):
+    """How much of the network the plan remembers for profilers."""
+
+    NONE = "none"
+    LAYER_NAMES_ONLY = "layer_names_only"
+    DETAILED = "detailed"
+
+
+class TilingLevel(str, Enum):
+    """How hard TensorRT looks for on-chip tiling."""
+
+    NONE = "none"
+    FAST = "fast"
+    MODERATE = "moderate"
+    FULL = "full"
+
+
+class RefitMode(str, Enum):
+    """Which weights may be exchanged in a finished engine."""
+
+    ALL = "all"
+    IDENTICAL = "identical"
+    """Only with the very weights it was built from: what a stripped plan needs."""
+    INDIVIDUAL = "individual"
+    """Only the weights named in `refittable_weights`."""
+
+
+class PrecisionConstraints(str, Enum):
+    """How strictly per-layer precisions bind TensorRT."""
+
+    OBEY = "obey"
+    PREFER = "prefer"
+
+
+class TimingMode(str, Enum):
+    """What the build does with the timing cache."""
+
+    USE = "use"
+    """Load it, build, merge what was learnt."""
+    OFF = "off"
+    REQUIRE = "require"
+    """Fail on a timing-cache miss instead of measuring."""
+    EDITABLE = "editable"
+    """Use it and make tactics listable and pinnable."""
+
+
+class MemoryPool(str, Enum):
+    """Memory that a build may be given, in bytes."""
+
+    WORKSPACE = "workspace"
+    DLA_MANAGED_SRAM = "dla_managed_sram"
+    DLA_LOCAL_DRAM = "dla_local_dram"
+    DLA_GLOBAL_DRAM = "dla_global_dram"
+    TACTIC_DRAM = "tactic_dram"
+    TACTIC_SHARED_MEMORY = "tactic_shared_memory"
+
+
+class Preset(str, Enum):
+    """Starting points for how long TensorRT may search."""
+
+    FAST = "fast"
+    """The first usable engine soonest."""
+    BALANCED = "balanced"
+    """TensorRT's own defaults."""
+    MAX = "max"
+    """The fastest engine, whatever the build costs."""
+
+
+@dataclass(frozen=True)
+class OptionSpec:
+    """What is known about one option.
+
+    Attributes:
+        name: Field name in :class:`BuildOptions`.
+        doc: One or two sentences for the reference page.
+        since: First classic release line that has it, as ``(major, minor)``; None if no classic release has.
+        until: Last classic release line that has it; None if still there.
+        rtx: Whether TensorRT-RTX has it and honours it.
+        affects_plan: Whether it can change the plan; only these go into the engine key.
+        instead: What to do where the option does not exist.
+    """
+
+    name: str
+    doc: str
+    since: tuple[int, int] | None = (8, 6)
+    until: tuple[int, int] | None = None
+    rtx: bool = True
+    affects_plan: bool = True
+    instead: str = ""
+
+    def available(self, flavour: str, version: tuple[int, ...]) -> bool:
+        """Whether this flavour and version of TensorRT honour the option."""
+        if flavour == "tensorrt_rtx":
+            return self.rtx
+        line = tuple(version[:2])
+        return self.since is not None and self.since <= line and (self.until is None or line <= self.until)
+
+    def where(self) -> str:
+        """The versions that have it, for people."""
+        places = []
+        if self.since is not None:
+            first = ".".join(map(str, self.since))
+            last = f" to {'.'.join(map(str, self.until))}" if self.until else " and later"
+            places.append(f"TensorRT {first}{last}")
+        if self.rtx:
+            places.append("TensorRT-RTX")
+        return " and ".join(places)
+
+
+_FROM_MODEL = "There precision comes from the model: convert its weights, or insert Q/DQ nodes, before building."
+
+
+def _option(
+    doc: str,
+    *,
+    since: tuple[int, int] | None = (8, 6),
+    until: tuple[int, int] | None = None,
+    rtx: bool = True,
+    affects_plan: bool = True,
+    instead: str = "",
+) -> Any:
+    spec = OptionSpec("", doc, since, until, rtx, affects_plan, instead)
+    return dataclasses.field(default=None, metadata={"spec": spec})
+
+
+@strict_fields
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """Everything a build can be told. None, the default of every field, leaves TensorRT's own default in force.
+
+    Each field's documentation and availability is in the table of :func:`option_specs` and on the reference page.
+
+    Raises:
+        ConfigError: An unknown field (naming the nearest known one) or a value out of range.
+    """
+
+    fp16: bool | None = _option("Allow FP16 layers.", until=(10, 16), rtx=False, instead=_FROM_MODEL)
+    bf16: bool | None = _option("Allow BF16 layers.", since=(10, 0), until=(10, 16), rtx=False, instead=_FROM_MODEL)
+    int8: bool | None = _option("Allow INT8 layers; needs calibration or a Q/DQ model.", until=(10, 16), rtx=False, instead=_FROM_MODEL)
+    fp8: bool | None = _option("Allow FP8 layers.", until=(10, 16), rtx=False, instead=_FROM_MODEL)
+    int4: bool | None = _option("Allow INT4 weights.", since=(10, 1), until=(10, 16), rtx=False, instead=_FROM_MODEL)
+    fp4: bool | None = _option("Allow FP4 weights.", since=(10, 8), until=(10, 16), rtx=False, instead=_FROM_MODEL)
+    strongly_typed: bool | None = _option(
+        "Take every tensor's type from the model and never choose another.",
+        since=(10, 0),
+        until=(10, 16),
+        rtx=False,
+        instead="Networks are always strongly typed there; leave the option out.",
+    )
+    precision_constraints: PrecisionConstraints | None = _option(
+        "How strictly `layer_precisions` bind.", until=(10, 16), rtx=False, instead=_FROM_MODEL
+    )
+    layer_precisions: Any = _option(
+        "Precision by layer-name pattern (shell wildcards): float32, float16, bfloat16 or int8; a mapping or a list of "
+        "pairs. Later patterns win, so their order counts.",
+        until=(10, 16),
+        rtx=False,
+        instead=_FROM_MODEL,
+    )
+    calibrate_before_fusion: bool | None = _option(
+        "Calibrate before layers are fused, so that the table fits every GPU.", until=(10, 16), rtx=False, instead=_FROM_MODEL
+    )
+    tf32: bool | None = _option("Allow TF32 for float32 layers; on by default.")
+    sparse_weights: bool | None = _option("Look for 2:4 structured sparsity in the weights.")
+    strict_nans: bool | None = _option("Keep NaN semantics exact.", since=(10, 6))
+    distributive_independence: bool | None = _option("Compute distributive axes independently.", since=(10, 12))
+    optimization_level: int | None = _option("How hard TensorRT optimizes, 0 (first tactic found) to 5; its default is 3.")
+    avg_timing_iterations: int | None = _option("How many runs a kernel's timing is averaged over.", rtx=False, instead="TensorRT-RTX does not time kernels when it builds.")
+    max_tactics: int | None = _option(
+        "At most this many tactics are timed per layer.", since=(10, 4), rtx=False, instead="TensorRT-RTX has the setting and ignores it."
+    )
+    tactic_sources: tuple[str, ...] | None = _option(
+        "Names of the kernel libraries to choose from, for example EDGE_MASK_CONVOLUTIONS; an empty tuple turns all off.",
+        rtx=False,
+        instead="TensorRT-RTX chooses kernels on the user's machine.",
+    )
+    tiling: TilingLevel | None = _option(
+        "Effort spent on on-chip tiling.", since=(10, 8), rtx=False, instead="TensorRT-RTX has the setting and ignores it."
+    )
+    l2_limit_for_tiling: int | None = _option(
+        "L2 cache that tiling may count on, in bytes.", since=(10, 8), rtx=False, instead="TensorRT-RTX has the setting and ignores it."
+    )
+    max_aux_streams: int | None = _option("At most this many auxiliary CUDA streams.")
+    workspace: int | None = _option("Scratch memory for layers, in bytes; short for memory_pools={'workspace': ...}.")
+    memory_pools: Mapping[MemoryPool, int] | None = _option("Limits of further memory pools, in bytes.")
+    profiling_verbosity: ProfilingVerbosity | None = _option("What the plan remembers of the network for profilers.")
+    hardware_compatibility: HardwareCompatibility | None = _option(
+        "Which other GPUs may run the plan (same_compute_capability from 10.9).",
+        rtx=False,
+        instead="TensorRT-RTX plans name compute capabilities: Target(compute_capabilities=...).",
+    )
+    version_compatible: bool | None = _option(
+        "Make a plan that later TensorRT versions load. It then carries host code: load it from trusted stores only.",
+        rtx=False,
+        instead="TensorRT-RTX plans are tied to their release.",
+    )
+    exclude_lean_runtime: bool | None = _option(
+        "Leave the lean runtime out of a version-compatible plan.", rtx=False, instead="TensorRT-RTX plans are tied to their release."
+    )
+    refit: RefitMode | None = _option("Which weights may be exchanged later (identical from 10.0, individual from 10.2).")
+    refittable_weights: tuple[str, ...] | None = _option("Names of the weights that refit='individual' marks.", since=(10, 2))
+    strip_plan: bool | None = _option("Leave refittable weights out of the plan.", since=(10, 0))
+    weight_streaming: bool | None = _option("Let weights stay in host memory and stream in.", since=(10, 0))
+    preview_features: Mapping[str, bool] | None = _option(
+        "Preview features by stable name (without the version suffix), for example runtime_activation_resize."
+    )
+    dla_core: int | None = _option("Run on this deep-learning accelerator core.", rtx=False, instead="TensorRT-RTX has no DLA.")
+    gpu_fallback: bool | None = _option("Let layers that the DLA cannot run fall back to the GPU.", rtx=False, instead="TensorRT-RTX has no DLA.")
+    direct_io: bool | None = _option("Forbid reformatting at the network's inputs and outputs.")
+    runtime_platform: str | None = _option(
+        "Platform that will run the plan, for example windows_amd64.",
+        since=(10, 2),
+        rtx=False,
+        instead="TensorRT-RTX rejects it; build on the platform itself.",
+    )
+    require_user_allocation: bool | None = _option(
+        "The application allocates all device memory.", since=None, instead="Only TensorRT-RTX has it."
+    )
+    build_route: str | None = _option("Compiler knobs as one string.", since=(11, 1), rtx=False, instead="There is nothing to route there.")
+    native_instancenorm: bool | None = _option("Parse InstanceNormalization with TensorRT's own layer.")
+    timing: TimingMode | None = _option(
+        "What to do with the timing cache (require from 10.0, editable from 10.8).",
+        rtx=False,
+        affects_plan=False,
+        instead="TensorRT-RTX has no timing cache; its calls do nothing.",
+    )
+    builder_threads: int | None = _option("Threads that the builder may use.", affects_plan=False)
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                check = _CHECKS.get(field.name) or _check_flag
+                object.__setattr__(self, field.name, check(f"BuildOptions.{field.name}", value))
+        if self.workspace is not None and self.memory_pools and MemoryPool.WORKSPACE in dict(self.memory_pools):
+            raise ConfigError("The workspace is given twice, as workspace and in memory_pools; keep one.")
+        if self.refittable_weights is not None and self.refit is not RefitMode.INDIVIDUAL:
+            raise ConfigError("refittable_weights only means something with refit='individual'.")
+        if self.exclude_lean_runtime and not self.version_compatible:
+            raise ConfigError("exclude_lean_runtime only means something with version_compatible=True.")
+
+    def __hash__(self) -> int:
+        return hash(tuple(sorted((name, _frozen(value)) for name, value in self.to_json().items())))
+
+    @classmethod
+    def preset(cls, preset: Preset | str, *, version: tuple[int, ...], flavour: str = "tensorrt", **overrides: Any) -> BuildOptions:
+        """Options that narrow or widen TensorRT's search, mapped to what a version offers.
+
+        Args:
+            preset: See :class:`Preset`.
+            version: TensorRT's version, for example ``(10, 13)``.
+            flavour: ``"tensorrt"`` or ``"tensorrt_rtx"``.
+            **overrides: Fields to set on top.
+        """
+        wanted: dict[Preset, dict[str, Any]] = {
+            Preset.FAST: {"optimization_level": 1, "max_tactics": 1, "avg_timing_iterations": 1, "tiling": TilingLevel.NONE},
+            Preset.BALANCED: {},
+            Preset.MAX: {"optimization_level": 5, "avg_timing_iterations": 8, "tiling": TilingLevel.FULL},
+        }
+        specs = option_specs()
+        chosen = {
+            name: value
+            for name, value in wanted[to_enum(Preset, preset, "preset")].items()
+            if specs[name].available(flavour, version)
+        }
+        return cls(**{**chosen, **overrides})
+
+    def chosen(self) -> Iterator[tuple[OptionSpec, Any]]:
+        """The options that were set, with what is known about them."""
+        for name, spec in option_specs().items():
+            value = getattr(self, name)
+            if value is not None:
+                yield spec, value
+
+    def to_json(self, *, plan_only: bool = False) -> dict[str, Any]:
+        """The options that were set as plain JSON values; with `plan_only` just those that can change the plan."""
+        return {spec.name: _plain(value) for spec, value in self.chosen() if spec.affects_plan or not plan_only}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> BuildOptions:
+        """The inverse of :meth:`to_json`."""
+        return cls(**data)
+
+    def require_available(self, flavour: str, version: tuple[int, ...]) -> None:
+        """Refuse options that a flavour and version lack.
+
+        Raises:
+            ConfigError: Naming the option, the versions that have it, and what to do instead.
+        """
+        for spec, value in self.chosen():
+            here = f"{'TensorRT-RTX' if flavour == 'tensorrt_rtx' else 'TensorRT'} {'.'.join(map(str, version[:3]))}"
+            if not spec.available(flavour, version):
+                raise ConfigError(f"Option {spec.name!r} does not exist in {here}; it needs {spec.where()}. {spec.instead}".rstrip())
+            needed = _VALUE_SINCE.get((spec.name, value) if isinstance(value, Enum) else (spec.name, None))
+            if needed and flavour == "tensorrt" and tuple(version[:2]) < needed:
+                raise ConfigError(f"{spec.name}={value.value!r} needs TensorRT {'.'.join(map(str, needed))} or later; this is {here}.")
+
+
+#: Values that came later than their option.
+_VALUE_SINCE: dict[tuple[str, Any], tuple[int, int]] = {
+    ("hardware_compatibility", HardwareCompatibility.SAME_COMPUTE_CAPABILITY): (10, 9),
+    ("refit", RefitMode.IDENTICAL): (10, 0),
+    ("refit", RefitMode.INDIVIDUAL): (10, 2),
+    ("timing", TimingMode.REQUIRE): (10, 0),
+    ("timing", TimingMode.EDITABLE): (10, 8),
+}
+
+
+def option_specs() -> dict[str, OptionSpec]:
+    """The table of all options, by name, in declaration order."""
+    return {
+        field.name: dataclasses.replace(field.metadata["spec"], name=field.name) for field in dataclasses.fields(BuildOptions)
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple(value.items())
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _check_flag(field: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{field} must be True or False, not {value!r}.")
+    return value
+
+
+def _whole(low: int, high: int | None = None) -> Any:
+    def check(field: str, value: Any) -> int:
+        try:
+            number = operator.index(value)
+        except TypeError:
+            raise ConfigError(f"{field} must be a whole number, not {value!r}.") from None
+        if isinstance(value, bool) or number < low or (high is not None and number > high):
+            limits = f"from {low} to {high}" if high is not None else f"{low} or more"
+            raise ConfigError(f"{field} must be {limits}, not {value!r}.")
+        return number
+
+    return check
+
+
+def _choice(kind: type[Enum]) -> Any:
+    return lambda field, value: to_enum(kind, value, field)
+
+
+def _text(field: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{field} must be non-empty text, not {value!r}.")
+    return value
+
+
+def _names(*, ordered: bool) -> Any:
+    def check(field: str, value: Any) -> tuple[str, ...]:
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise ConfigError(f"{field} must be a list of names, not {value!r}.")
+        names = [_text(field, name) for name in value]
+        return tuple(names) if ordered else tuple(sorted(set(names)))
+
+    return check
+
+
+def _mapping(key: Any, item: Any) -> Any:
+    def check(field: str, value: Any) -> Mapping[Any, Any]:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{field} must be a mapping, not {value!r}.")
+        return dict(sorted((key(field, name), item(f"{field}[{name!r}]", amount)) for name, amount in value.items()))
+
+    return check
+
+
+_LAYER_TYPES = frozenset({"float32", "float16", "bfloat16", "int8"})
+
+
+def _layer_rules(field: str, value: Any) -> tuple[tuple[str, str], ...]:
+    rules = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(rules, (list, tuple)) or not all(isinstance(rule, (list, tuple)) and len(rule) == 2 for rule in rules):
+        raise ConfigError(f"{field} must map layer-name patterns to precisions, not {value!r}.")
+    for pattern, kind in rules:
+        _text(field, pattern)
+        if kind not in _LAYER_TYPES:
+            raise ConfigError(f"{field}[{pattern!r}] must be one of {', '.join(sorted(_LAYER_TYPES))}, not {kind!r}.")
+    return tuple((pattern, kind) for pattern, kind in rules)
+
+
+_CHECKS: dict[str, Any] = {
+    "precision_constraints": _choice(PrecisionConstraints),
+    "layer_precisions": _layer_rules,
+    "optimization_level": _whole(0, 5),
+    "avg_timing_iterations": _whole(1),
+    "max_tactics": _whole(1),
+    "tactic_sources": _names(ordered=False),
+    "tiling": _choice(TilingLevel),
+    "l2_limit_for_tiling": _whole(0),
+    "max_aux_streams": _whole(0),
+    "workspace": _whole(1),
+    "memory_pools": _mapping(_choice(MemoryPool), _whole(0)),
+    "profiling_verbosity": _choice(ProfilingVerbosity),
+    "hardware_compatibility": _choice(HardwareCompatibility),
+    "refit": _choice(RefitMode),
+    "refittable_weights": _names(ordered=False),
+    "preview_features": _mapping(_text, _check_flag),
+    "dla_core": _whole(0),
+    "runtime_platform": _text,
+    "build_route": _text,
+    "timing": _choice(TimingMode),
+    "builder_threads": _whole(1),
+}

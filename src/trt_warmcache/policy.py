@@ -1,0 +1,108 @@
+"""How a manager behaves when things are missing, slow, damaged or untrusted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from trt_warmcache._fields import strict_fields, to_enum
+from trt_warmcache.errors import ConfigError
+
+__all__ = ["Cover", "OnMiss", "OnWait", "Policy", "StoreErrors", "Trust"]
+
+
+class OnMiss(str, Enum):
+    """What `get` does when nothing is stored for a request."""
+
+    BUILD = "build"
+    """Build it now, once, and store it."""
+    RAISE = "raise"
+    """Raise :class:`~trt_warmcache.MissError`: the gate for production nodes that must never build."""
+    FALLBACK = "fallback"
+    """Never block the caller: serve a stored wider profile if there is one, else start the build in the background
+    and raise :class:`~trt_warmcache.MissError` whose ``pending`` is the future of that build."""
+
+
+class Cover(str, Enum):
+    """Whether an engine with a wider profile may answer."""
+
+    EXACT = "exact"
+    WIDER = "wider"
+
+
+class Trust(str, Enum):
+    """What an entry must show before its plan reaches TensorRT."""
+
+    DIGEST = "digest"
+    """Its bytes match their digests. Finds accidents, not attackers."""
+    SIGNED = "signed"
+    """Its manifest carries a valid signature by a trusted key as well."""
+
+
+class StoreErrors(str, Enum):
+    """What a store that fails while being read does to the request."""
+
+    RAISE = "raise"
+    DEGRADE = "degrade"
+    """Report it, count it, and go on as if nothing were stored."""
+
+
+class OnWait(str, Enum):
+    """What happens when another process's build has been waited for long enough."""
+
+    RAISE = "raise"
+    BUILD = "build"
+    """Build it here as well: twice the work, never a wrong result."""
+
+
+@strict_fields
+@dataclass(frozen=True)
+class Policy:
+    """How a manager, or one request, behaves.
+
+    Args:
+        on_miss: See :class:`OnMiss`.
+        cover: See :class:`Cover`.
+        trust: See :class:`Trust`.
+        store_errors: See :class:`StoreErrors`.
+        on_wait: See :class:`OnWait`.
+        slow_build_seconds: A build or wait longer than this is logged as a warning, and again at every multiple.
+        wait_seconds: Longest wait for another process's build, in seconds.
+        build_seconds: Longest build, in seconds; None sets no limit. Needs a builder that reports progress, since
+            TensorRT can only be stopped at a step.
+        rehash: Hash model files and stored plans anew at every use instead of trusting the digest memo.
+        driver_in_key: Let the driver version split the engine key. Off by default: plans survive driver updates.
+
+    Raises:
+        ConfigError: An unknown field (naming the nearest), an unknown choice, or a number that is not positive.
+    """
+
+    on_miss: OnMiss = OnMiss.BUILD
+    cover: Cover = Cover.EXACT
+    trust: Trust = Trust.DIGEST
+    store_errors: StoreErrors = StoreErrors.RAISE
+    on_wait: OnWait = OnWait.RAISE
+    slow_build_seconds: float = 10.0
+    wait_seconds: float = 3600.0
+    build_seconds: float | None = None
+    rehash: bool = False
+    driver_in_key: bool = False
+
+    def __post_init__(self) -> None:
+        for field, kind in (("on_miss", OnMiss), ("cover", Cover), ("trust", Trust), ("store_errors", StoreErrors), ("on_wait", OnWait)):
+            object.__setattr__(self, field, to_enum(kind, getattr(self, field), f"Policy.{field}"))
+        for field in ("slow_build_seconds", "wait_seconds", "build_seconds"):
+            check_seconds(getattr(self, field), f"Policy.{field}", optional=field == "build_seconds")
+        for field in ("rehash", "driver_in_key"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(f"Policy.{field} must be True or False, not {getattr(self, field)!r}.")
+
+
+def check_seconds(value: object, field: str, *, optional: bool) -> None:
+    """Refuse anything but a positive, finite number of seconds (or None where that is meaningful)."""
+    if value is None and optional:
+        return
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < 0:  # type: ignore[arg-type, operator]
+        raise ConfigError(f"{field} must be a number of seconds, zero or more, not {value!r}.")

@@ -1,0 +1,43 @@
+"""From what a user writes to a store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from trt_warmcache.errors import ConfigError
+from trt_warmcache.memo import DigestMemo
+from trt_warmcache.stores._base import Store
+from trt_warmcache.stores._local import LocalStore
+from trt_warmcache.stores._memory import MemoryStore
+
+__all__ = ["open_store"]
+
+
+def open_store(where: Any, *, memo: DigestMemo | None = None) -> Store:
+    """A store from a path, a URL, or a :class:`Store` (returned as it is).
+
+    Args:
+        where: A folder, ``file:///folder``, ``memory://``, or a store object.
+        memo: Remembers verified blob files of local stores.
+
+    Raises:
+        ConfigError: Anything else.
+    """
+    if isinstance(where, Store):
+        return where
+    if isinstance(where, os.PathLike):
+        return LocalStore(where, memo=memo)
+    if not isinstance(where, str):
+        if isinstance(where, Sequence) and len(where) == 1:
+            return open_store(where[0], memo=memo)
+        raise ConfigError(f"A store is a path, a URL, a Store, or a list of those, not {where!r}.")
+    scheme, separator, rest = where.partition("://")
+    if not separator:
+        return LocalStore(where, memo=memo)
+    if scheme in {"file", "local"}:
+        return LocalStore(rest, memo=memo)
+    if scheme == "memory":
+        return MemoryStore()
+    raise ConfigError(f"No store for URL scheme {scheme!r}.")
