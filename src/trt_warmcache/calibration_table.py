@@ -138,7 +138,7 @@ class CalibrationTable:
         lines = _decode(data, source).replace("\r\n", "\n").split("\n")
         match = _HEADER.fullmatch(lines[0].strip())
         if match is None:
-            what = f"starts with {lines[0][:60]!r} and not with TRT-<version>-<algorithm>; read_table imports other formats"
+            what = f"starts with {lines[0][:60]!r}, not TRT-<version>-<algorithm> (read_table imports other formats)"
             raise _damaged(source, what, "header")
         scales: dict[str, float] = {}
         for number, line in enumerate(lines[1:], start=2):
