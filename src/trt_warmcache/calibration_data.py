@@ -159,17 +159,17 @@ class Calibration:
         """The table given, read if it was given as a path; None when there is none."""
         return self.table if self.table is None or isinstance(self.table, CalibrationTable) else read_table(self.table)
 
-    def to_json(self, data_fingerprint: str) -> dict[str, Any]:
-        """What a table's identity is made of besides the model; `data_fingerprint` is :meth:`find_fingerprint`'s."""
-        identity: dict[str, Any] = {
+    def key_parts(self, data_fingerprint: str) -> dict[str, Any]:
+        """What a table's key is made of besides the model; `data_fingerprint` is :meth:`find_fingerprint`'s."""
+        algorithm = str(self.algorithm)
+        if self.algorithm is CalibrationAlgorithm.PERCENTILE:
+            algorithm += f":{float(self.percentile)!r}"
+        return {
             "data": data_fingerprint,
-            "algorithm": str(self.algorithm),
+            "algorithm": algorithm,
             "batches": self.batches,
             "preprocess": self.preprocess,
         }
-        if self.algorithm is CalibrationAlgorithm.PERCENTILE:
-            identity["percentile"] = float(self.percentile)
-        return identity
 
     def find_fingerprint(self, inputs: Sequence[InputSpec], *, digest_file: Callable[[Path], str] | None = None) -> str:
         """The fingerprint of data and order.
@@ -303,7 +303,7 @@ class _BatchHasher:
             shape = "x".join(map(str, array.shape))
             for part in (name, little.dtype.name, shape):
                 self._hasher.update(_framed(part.encode()))
-            self._hasher.update(memoryview(little.reshape(-1).view(np.uint8)))
+            self._hasher.update(little.reshape(-1).view(np.uint8).data)
 
     @property
     def fingerprint(self) -> str:
