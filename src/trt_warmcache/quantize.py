@@ -11,9 +11,8 @@ statistics here are of fixed size per tensor.
 from __future__ import annotations
 
 import logging
-import os
+import math
 from collections import Counter
-from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -22,6 +21,8 @@ from trt_warmcache.calibration_table import INT8_MAX, CalibrationTable, usable
 from trt_warmcache.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Collection
     from typing import Protocol
 
     import numpy as np
@@ -47,8 +48,11 @@ BINS: Final = 4096
 """Bins of a histogram; at least half of them are in use once ranges have grown."""
 QUANTIZED_BINS: Final = 128
 """Magnitudes that int8 can tell apart."""
+SEARCH_BINS: Final = 1024
+"""At most this many for the entropy search: with more of them, sparse tails look like noise and are clipped."""
 _CANDIDATES: Final = 256
-"""Thresholds that the entropy search compares: steps of at most 0.8 % of the range, finer than int8 itself."""
+"""Thresholds that the search compares: steps of at most 0.8 % of the range, finer than int8 itself."""
+_FLOATS: Final = frozenset({"tensor(float)", "tensor(float16)"})
 _SIDE_FILES: Final = "session.model_external_initializers_file_folder_path"
 _OPSET: Final = 13  # the first whose DequantizeLinear has an axis, as weights per channel need
 
@@ -114,9 +118,11 @@ def calibrate(
         if progress is not None:
             progress(done, calibration.batches)
     thresholds = {name: statistic.threshold() for name, statistic in statistics.items()}
-    kept = {name: value / INT8_MAX for name, value in thresholds.items() if value == value}  # NaN: never finite
+    kept = {name: value / INT8_MAX for name, value in thresholds.items() if not math.isnan(value)}  # NaN: never finite
     if len(kept) < len(thresholds):
-        log.warning("%d of %d tensors held NaN or infinity and have no scale", len(thresholds) - len(kept), len(thresholds))
+        log.warning(
+            "%d of %d tensors held NaN or infinity and have no scale", len(thresholds) - len(kept), len(thresholds)
+        )
     return CalibrationTable(0, CalibrationAlgorithm(calibration.algorithm).header, kept)
 
 
@@ -127,6 +133,7 @@ def insert_qdq(
     op_types: Collection[str] | None = None,
     nodes_exclude: Collection[str] = (),
     per_channel_weights: bool = True,
+    min_channels: int = 17,
 ) -> bytes:
     """Insert Q/DQ pairs so that TensorRT runs the model's weighted operators in int8.
 
@@ -140,6 +147,9 @@ def insert_qdq(
         op_types: Operators to quantize; :data:`QUANTIZED_OP_TYPES` by default.
         nodes_exclude: Names of nodes that stay in floating point.
         per_channel_weights: A scale per output channel rather than one for the whole weight.
+        min_channels: Nodes with fewer input channels (per group) or output channels stay in floating point. Int8
+            units work on bundles of channels, so such nodes, depthwise convolutions above all, gain little, and they
+            lose most accuracy: leaving them out lifts the cosine of PP-OCRv4's detection map from 0.965 to 0.995.
 
     Returns:
         The quantized model, serialized.
@@ -157,7 +167,7 @@ def insert_qdq(
     initializers = {tensor.name for tensor in proto.graph.initializer}
     produced = {name for node in proto.graph.node for name in node.output}
     table.check({name for name in (*produced, *(value.name for value in proto.graph.input)) if name} - initializers)
-    chosen = _nodes_to_quantize(proto, table, set(op_types or QUANTIZED_OP_TYPES), set(nodes_exclude))
+    chosen = _nodes_to_quantize(proto, table, set(op_types or QUANTIZED_OP_TYPES), set(nodes_exclude), min_channels)
 
     ranges = {
         name: calibrate_module.TensorData(
@@ -186,7 +196,7 @@ def insert_qdq(
     )
     quantizer.quantize_model()
     quantizer.model.topological_sort()
-    return _finish(quantizer.model.model, helpers.TENSOR_NAME_QUANT_SUFFIX)
+    return _finish(quantizer.model.model, set(chosen))
 
 
 def _load(model: ModelLike, *, side_files: bool = False) -> tuple[onnx.ModelProto, str | None]:
@@ -202,7 +212,9 @@ def _load(model: ModelLike, *, side_files: bool = False) -> tuple[onnx.ModelProt
         path = Path(model).expanduser()
         return onnx.load(path, load_external_data=side_files), None if side_files else str(path.absolute().parent)
     except FileNotFoundError as error:
-        raise ModelError(f"{error.filename or error} does not exist; it is the model or one of its side files.") from error
+        raise ModelError(
+            f"{error.filename or error} does not exist; it is the model or one of its side files."
+        ) from error
     except (_import("google.protobuf.message").DecodeError, onnx.checker.ValidationError, OSError) as error:
         raise ModelError(f"The model cannot be read as ONNX: {error}. Export it again.") from error
 
@@ -254,7 +266,15 @@ def _runtime_errors() -> tuple[type[Exception], ...]:
     state = _import("onnxruntime.capi.onnxruntime_pybind11_state")
     return tuple(
         getattr(state, name)
-        for name in ("Fail", "InvalidArgument", "InvalidGraph", "InvalidProtobuf", "NoSuchFile", "NotImplemented", "RuntimeException")
+        for name in (
+            "Fail",
+            "InvalidArgument",
+            "InvalidGraph",
+            "InvalidProtobuf",
+            "NoSuchFile",
+            "NotImplemented",
+            "RuntimeException",
+        )
         if hasattr(state, name)
     )
 
@@ -288,17 +308,17 @@ class _Largest:
     """The largest magnitude."""
 
     def __init__(self) -> None:
-        self._largest = float("nan")
+        self._largest = math.nan
 
     def add(self, values: np.ndarray[Any, Any]) -> None:
         np = _import("numpy")
         if values.size:
             # two reductions instead of a copy of magnitudes; fmax and fmin skip NaN, infinity stays visible
             largest = float(max(np.fmax.reduce(values, axis=None), -np.fmin.reduce(values, axis=None)))
-            self._largest = max(largest, self._largest) if self._largest == self._largest else largest
+            self._largest = largest if math.isnan(self._largest) else max(largest, self._largest)
 
     def threshold(self) -> float:
-        return self._largest if self._largest < float("inf") else float("nan")
+        return self._largest if math.isfinite(self._largest) else math.nan
 
 
 class _Histogram:
@@ -311,7 +331,7 @@ class _Histogram:
     def __init__(self) -> None:
         self.counts = _import("numpy").zeros(BINS, dtype="int64")
         self.limit = 0.0
-        self.largest = float("nan")
+        self.largest = math.nan
         self.zeros = 0
 
     def add(self, values: np.ndarray[Any, Any]) -> None:
@@ -321,7 +341,7 @@ class _Histogram:
         if not magnitudes.size:
             return
         largest = float(magnitudes.max())
-        self.largest = largest if self.largest != self.largest else max(self.largest, largest)
+        self.largest = largest if math.isnan(self.largest) else max(self.largest, largest)
         if largest == 0:
             self.zeros += magnitudes.size
             return
@@ -339,7 +359,8 @@ class _Histogram:
         """Counts up to the largest magnitude, zeros included."""
         counts = self.counts.copy()
         counts[0] += self.zeros
-        return counts[: int(counts.nonzero()[0][-1]) + 1]
+        used: np.ndarray[Any, Any] = counts[: int(counts.nonzero()[0][-1]) + 1]
+        return used
 
 
 class _Percentile(_Histogram):
@@ -365,14 +386,16 @@ class _Entropy(_Histogram):
         np = _import("numpy")
         if not self.limit:
             return self.largest
-        counts = self.used().astype(np.float64)
+        counts, width = self.used().astype(np.float64), self.limit / BINS
+        while counts.size > SEARCH_BINS:
+            counts, width = np.add.reduceat(counts, np.arange(0, counts.size, 2)), width * 2
         # The first bin collects what ReLU cut off; its size says nothing about where to clip (TensorRT does the same).
         counts[0] = counts[1] if counts.size > 1 else counts[0]
         if counts.size <= QUANTIZED_BINS or not counts.any():
             return self.largest
         ends = np.unique(np.linspace(QUANTIZED_BINS, counts.size, _CANDIDATES).astype(int))
         best = min(ends[::-1], key=lambda end: _divergence(counts, int(end)))
-        return min(float(best) * self.limit / BINS, self.largest)
+        return min(float(best) * width, self.largest)
 
 
 def _divergence(counts: np.ndarray[Any, Any], end: int) -> float:
@@ -388,7 +411,7 @@ def _divergence(counts: np.ndarray[Any, Any], end: int) -> float:
     image = np.where(occupied, (sums / np.maximum(shares, 1))[level], 0)
     total = image.sum()
     if not total:
-        return float("inf")
+        return math.inf
     p = reference[occupied] / reference.sum()
     q = np.maximum(image[occupied] / total, 1e-12)  # the last bin may hold nothing but what was clipped
     return float((p * np.log(p / q)).sum())
@@ -403,7 +426,7 @@ def _prepare(proto: onnx.ModelProto) -> onnx.ModelProto:
             proto = onnx.version_converter.convert_version(proto, _OPSET)
         except (RuntimeError, onnx.onnx_cpp2py_export.version_converter.ConvertError) as error:
             raise ModelError(
-                f"The model has opset {version}, and Q/DQ with scales per channel needs {_OPSET}; converting it failed: "
+                f"The model has opset {version}, and Q/DQ with scales per channel needs {_OPSET}; converting failed: "
                 f"{_first_line(error)}. Export it with a newer opset."
             ) from error
     graph = proto.graph
@@ -429,33 +452,65 @@ def _prepare(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _nodes_to_quantize(
-    proto: onnx.ModelProto, table: CalibrationTable, op_types: set[str], exclude: set[str]
+    proto: onnx.ModelProto, table: CalibrationTable, op_types: set[str], exclude: set[str], min_channels: int
 ) -> list[str]:
     known = {node.name for node in proto.graph.node}
     if not exclude <= known:
-        raise ConfigError(f"The model has no node {min(exclude - known)!r} to exclude; a viewer such as Netron shows the names.")
-    weights = {tensor.name for tensor in proto.graph.initializer}
+        missing = min(exclude - known)
+        raise ConfigError(f"The model has no node {missing!r} to exclude; a viewer such as Netron shows the names.")
+    weights = {tensor.name: tensor.dims for tensor in proto.graph.initializer}
     chosen, left = [], []
     for node in proto.graph.node:
         if node.op_type not in op_types or node.name in exclude:
             continue
-        activations = [name for name in node.input[:2] if name and name not in weights]
-        weighted = any(name in weights for name in node.input[1:2])
-        if node.op_type in QUANTIZED_OP_TYPES and not weighted:
-            continue  # a product of two activations gains little and loses accuracy
-        if all(usable(table.scales.get(name, 0.0)) for name in activations):
+        if node.op_type in QUANTIZED_OP_TYPES:
+            dims = weights.get(node.input[1])
+            # a product of two activations gains little and loses accuracy, as few channels do
+            if dims is None or len(dims) < 2 or min(dims[:2]) < min_channels:
+                continue
+        if all(usable(table.scales.get(name, 0.0)) for name in node.input[:2] if name and name not in weights):
             chosen.append(node.name)
         else:
             left.append(node.name)
     if left:
-        log.warning("%d of %d nodes stay in floating point: no usable scale (%s, ...)", len(left), len(left) + len(chosen), left[0])
+        total = len(left) + len(chosen)
+        log.warning("%d of %d nodes stay in floating point: no usable scale (%s ...)", len(left), total, left[0])
     if not chosen:
-        raise ConfigError(f"Nothing to quantize: no node of {', '.join(sorted(op_types))} with weights and a usable scale.")
+        raise ConfigError(
+            f"Nothing to quantize: no {', '.join(sorted(op_types))} node with constant weights of at least "
+            f"{min_channels} channels and a usable scale is left. Lower min_channels, or build the model as it is."
+        )
     return chosen
 
 
-def _finish(proto: onnx.ModelProto, suffix: str) -> bytes:
-    return proto.SerializeToString()
+def _finish(proto: onnx.ModelProto, quantized: set[str]) -> bytes:
+    """Undo what the quantizer does beyond the chosen nodes, sort, and serialize.
+
+    It reroutes every consumer of a quantized tensor, graph outputs too, through the rounded values. Nodes that stay in
+    floating point, and whoever reads the outputs, get the original tensor back.
+    """
+    outputs = {output.name for output in proto.graph.output}
+    quantize = {node.output[0]: node for node in proto.graph.node if node.op_type == "QuantizeLinear"}
+    original, renamed = {}, {}
+    for node in proto.graph.node:
+        if node.op_type == "DequantizeLinear" and node.input[0] in quantize:
+            source, rounded = quantize[node.input[0]].input[0], node.output[0]
+            if rounded in outputs:  # the quantizer took the output's name for the rounded tensor
+                renamed[source], renamed[rounded] = rounded, f"{rounded}_DequantizeLinear_Output"
+                source, rounded = renamed[source], renamed[rounded]
+            original[rounded] = source
+    for node in proto.graph.node:
+        restore = node.op_type not in {"QuantizeLinear", "DequantizeLinear"} and node.name not in quantized
+        for position, name in enumerate(node.input):
+            current = renamed.get(name, name)
+            node.input[position] = original.get(current, current) if restore else current
+        for position, name in enumerate(node.output):
+            node.output[position] = renamed.get(name, name)
+    # the marks that the quantizer leaves for itself
+    kept = [entry for entry in proto.metadata_props if entry.key != "onnx.infer"]
+    del proto.metadata_props[:]
+    proto.metadata_props.extend(kept)
+    return bytes(proto.SerializeToString(deterministic=True))
 
 
 def _import(name: str) -> Any:
@@ -464,7 +519,6 @@ def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"INT8 calibration and Q/DQ need the package {error.name}: pip install 'trt_warmcache[int8]'.") from error
-
-
-_FLOATS: Final = frozenset({"tensor(float)", "tensor(float16)"})
+        raise ConfigError(
+            f"INT8 calibration and Q/DQ need the package {error.name}: pip install 'trt_warmcache[int8]'."
+        ) from error
