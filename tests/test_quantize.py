@@ -23,20 +23,7 @@ from trt_warmcache.errors import ConfigError, ModelError
 
 ort = pytest.importorskip("onnxruntime")
 
-WORDS = ["warm", "cache", "engine", "plan", "calibrate", "tensor", "profile", "store", "scale", "entropy", "histogram"]
-    "warm",
-    "cache",
-    "engine",
-    "plan",
-    "calibrate",
-    "tensor",
-    "profile",
-    "store",
-    "table",
-    "scale",
-    "entropy",
-    "histogram",
-]
+WORDS = ["warm", "cache", "engine", "plan", "calibrate", "tensor", "profile", "store", "scale", "entropy"]
 Floats = npt.NDArray[np.float32]
 
 
@@ -220,16 +207,15 @@ class TestCalibrate:
         for name, data in theirs.compute_data().items():
             assert table.scales[name] * 127 == pytest.approx(float(np.max(data.range_value[1])), rel=1e-5), name
 
-    @pytest.mark.parametrize("algorithm", ["entropy", "percentile"])
-    def test_order_of_batches_hardly_matters(self, algorithm: str) -> None:
-        """A first batch of tiny values must neither fix the range nor blow up the histogram."""
+    @pytest.mark.parametrize("algorithm", ["entropy", "minmax", "percentile"])
+    def test_order_of_batches_does_not_matter(self, algorithm: str) -> None:
+        """A first batch of tiny values must neither fix the range nor blow up the histogram; the table is the same."""
         model = small_model()
         batches = [small_batch(seed) for seed in range(4)]
-        tiny = {"x": batches[0]["x"] * np.float32(1e-4)}
+        tiny = {"x": batches[0]["x"] * np.float32(1e-30)}
         first = quantize.calibrate(model, Calibration(data=[tiny, *batches], algorithm=algorithm))
         last = quantize.calibrate(model, Calibration(data=[*batches, tiny], algorithm=algorithm))
-        for name, scale in first.scales.items():
-            assert scale == pytest.approx(last.scales[name], rel=0.1), name
+        assert first == last
 
     def test_percentile_clips_what_it_says(self) -> None:
         """The percentile threshold agrees with numpy's percentile of all magnitudes."""
@@ -314,7 +300,7 @@ class TestCalibrate:
 
     @pytest.mark.parametrize("algorithm", ["entropy", "minmax", "percentile"])
     def test_memory_stays_flat_over_a_thousand_batches(self, algorithm: str) -> None:
-        """A thousand batches, 150 MB of activations in all per tensor, cost hardly more memory than ten."""
+        """A thousand batches, 64 MB of activations per tensor, cost hardly more memory than ten."""
         model = small_model()
         peaks: list[int] = []
 
@@ -419,9 +405,10 @@ class TestInsertQdq:
         }
         assert len(digests) == 1
 
-    def test_half_precision_model(self) -> None:
+    @pytest.mark.parametrize("opset", [14, 19])
+    def test_half_precision_model(self, opset: int) -> None:
         """A float16 model calibrates, quantizes and builds."""
-        model = small_model(dtype=TensorProto.FLOAT16)
+        model = small_model(dtype=TensorProto.FLOAT16, opset=opset)
         data = [{"x": small_batch(seed)["x"].astype(np.float16)} for seed in range(2)]
         table = quantize.calibrate(model, Calibration(data=data, algorithm="entropy"))
         quantized = quantize.insert_qdq(model, table, min_channels=1)

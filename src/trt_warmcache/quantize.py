@@ -22,7 +22,7 @@ from trt_warmcache.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
     from typing import Protocol
 
     import numpy as np
@@ -50,11 +50,13 @@ QUANTIZED_BINS: Final = 128
 """Magnitudes that int8 can tell apart."""
 SEARCH_BINS: Final = 1024
 """At most this many for the entropy search: with more of them, sparse tails look like noise and are clipped."""
+_SMALLEST_LIMIT: Final = 2.0**-100  # below it, float32 cannot hold the reciprocal of a bin's width
 _CANDIDATES: Final = 256
 """Thresholds that the search compares: steps of at most 0.8 % of the range, finer than int8 itself."""
 _FLOATS: Final = frozenset({"tensor(float)", "tensor(float16)"})
 _SIDE_FILES: Final = "session.model_external_initializers_file_folder_path"
 _OPSET: Final = 13  # the first whose DequantizeLinear has an axis, as weights per channel need
+_OPSET_HALF: Final = 19  # the first that quantizes float16
 
 
 def model_inputs(model: ModelLike) -> tuple[InputSpec, ...]:
@@ -169,13 +171,17 @@ def insert_qdq(
     table.check({name for name in (*produced, *(value.name for value in proto.graph.input)) if name} - initializers)
     chosen = _nodes_to_quantize(proto, table, set(op_types or QUANTIZED_OP_TYPES), set(nodes_exclude), min_channels)
 
-    ranges = {
-        name: calibrate_module.TensorData(
-            lowest=np.array(-scale * INT8_MAX, np.float32), highest=np.array(scale * INT8_MAX, np.float32)
-        )
-        for name, scale in table.scales.items()
-        if usable(scale)
+    # scales must be of the type of what they scale
+    half = {
+        value.name
+        for value in (*proto.graph.value_info, *proto.graph.input, *proto.graph.output)
+        if value.type.tensor_type.elem_type == helpers.onnx_proto.TensorProto.FLOAT16
     }
+    ranges = {}
+    for name, scale in table.scales.items():
+        if usable(scale):
+            limit = np.array(scale * INT8_MAX, np.float16 if name in half else np.float32)
+            ranges[name] = calibrate_module.TensorData(lowest=-limit, highest=limit)
     helpers.add_infer_metadata(proto)  # types are known already; without the mark they are inferred through a file
     quantizer = quantizer_module.QDQQuantizer(
         proto,
@@ -322,10 +328,10 @@ class _Largest:
 
 
 class _Histogram:
-    """Counts of magnitudes in a fixed number of bins over [0, limit].
+    """Counts of magnitudes in a fixed number of bins over [0, limit).
 
-    When a value exceeds the limit, the limit doubles and neighbouring bins are added up: nothing is lost but
-    resolution, the size stays the same, and the result hardly depends on the order of batches.
+    When a value exceeds the limit, the limit doubles and neighbouring bins are added up. So the size stays the same,
+    and the result depends on the values alone, not on the order of batches.
     """
 
     def __init__(self) -> None:
@@ -345,14 +351,14 @@ class _Histogram:
         if largest == 0:
             self.zeros += magnitudes.size
             return
-        if not self.limit:
-            self.limit = largest
-        while largest > self.limit:
+        # the power of two above, so that bins of early and late batches coincide
+        limit = max(2.0 ** math.frexp(largest)[1], _SMALLEST_LIMIT)
+        self.limit = self.limit or limit
+        while self.limit < limit:
             self.limit *= 2
             folded = self.counts[0::2] + self.counts[1::2]
             self.counts = np.concatenate([folded, np.zeros(BINS - folded.size, folded.dtype)])
-        places = (magnitudes * np.float32(BINS / self.limit)).astype(np.int32)
-        np.minimum(places, BINS - 1, out=places)
+        places = (magnitudes * np.float32(BINS / self.limit)).astype(np.int32)  # exact, being a power of two
         self.counts += np.bincount(places, minlength=BINS)
 
     def used(self) -> np.ndarray[Any, Any]:
@@ -421,17 +427,20 @@ def _prepare(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Bring a model to the form the quantizer needs: opset 13, weights as initializers, named nodes, known types."""
     onnx = _import("onnx")
     version = next((entry.version for entry in proto.opset_import if entry.domain in {"", "ai.onnx"}), 0)
-    if version < _OPSET:
+    half = any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in _constants(proto))
+    needed = _OPSET_HALF if half else _OPSET
+    if version < needed:
         try:
-            proto = onnx.version_converter.convert_version(proto, _OPSET)
+            proto = onnx.version_converter.convert_version(proto, needed)
         except (RuntimeError, onnx.onnx_cpp2py_export.version_converter.ConvertError) as error:
             raise ModelError(
-                f"The model has opset {version}, and Q/DQ with scales per channel needs {_OPSET}; converting failed: "
+                f"The model has opset {version}, and Q/DQ nodes for it need {needed}; converting failed: "
                 f"{_first_line(error)}. Export it with a newer opset."
             ) from error
     graph = proto.graph
     kept = []
     for node in graph.node:
+        # the quantizer takes weights from initializers only
         tensor = next((attribute.t for attribute in node.attribute if attribute.name == "value"), None)
         if node.op_type == "Constant" and tensor is not None:
             constant = graph.initializer.add()
@@ -449,6 +458,13 @@ def _prepare(proto: onnx.ModelProto) -> onnx.ModelProto:
         return onnx.shape_inference.infer_shapes(proto, data_prop=True)
     except (onnx.shape_inference.InferenceError, ValueError) as error:
         raise ModelError(f"The model's types cannot be inferred: {_first_line(error)}.") from error
+
+
+def _constants(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    yield from proto.graph.initializer
+    for node in proto.graph.node:
+        if node.op_type == "Constant":
+            yield from (attribute.t for attribute in node.attribute if attribute.name == "value")
 
 
 def _nodes_to_quantize(
