@@ -233,8 +233,9 @@ class TestCalibrate:
         assert minmax * 127 == pytest.approx(100)
         assert 2 < entropy * 127 < 20
 
-    def test_dead_and_infinite_tensors(self) -> None:
-        """A tensor of zeros has scale 0; one that is infinite has no min-max scale; both show up in the coverage."""
+    @pytest.mark.parametrize("algorithm", ["entropy", "minmax", "percentile"])
+    def test_dead_and_infinite_tensors(self, algorithm: str) -> None:
+        """A tensor of zeros has scale 0; one that was ever infinite or NaN has none; both show up in the coverage."""
         graph = helper.make_graph(
             [
                 helper.make_node("Mul", ["x", "zero"], ["dead"]),
@@ -246,7 +247,8 @@ class TestCalibrate:
             [numpy_helper.from_array(np.array(0, np.float32), "zero")],
         )
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-        table = quantize.calibrate(model, calibration())
+        batch = {"x": np.where(np.arange(768).reshape(1, 3, 16, 16) % 2, 1, 0).astype(np.float32)}
+        table = quantize.calibrate(model, Calibration(data=[batch, batch], algorithm=algorithm))
         coverage = table.coverage(quantize.float_tensors(model))
         assert coverage.unusable == {"dead": 0.0}
         assert coverage.missing == ("infinite",)
@@ -262,6 +264,16 @@ class TestCalibrate:
         (tmp_path / "m.data").unlink()
         with pytest.raises(ModelError):
             quantize.calibrate(tmp_path / "m.onnx", calibration())
+
+    def test_inputs(self) -> None:
+        """Dimensions without a size, with a name or with -1 may vary; initializers among the inputs are none."""
+        model = small_model()
+        dims = model.graph.input[0].type.tensor_type.shape.dim
+        dims[2].dim_value = -1
+        dims[3].ClearField("dim_value")
+        model.graph.input.append(helper.make_tensor_value_info("w1", TensorProto.FLOAT, [32, 3, 3, 3]))
+        (spec,) = quantize.model_inputs(model)
+        assert (spec.name, spec.dtype, spec.dims) == ("x", "float32", ("n", 3, None, None))
 
     def test_errors_are_ours(self, tmp_path: Path) -> None:
         """Missing and unreadable models, and data that does not fit, are typed errors."""
@@ -382,6 +394,31 @@ class TestInsertQdq:
         with pytest.raises(ModelError, match="4 of its 5 tensors") as caught:
             quantize.insert_qdq(small_model(), table)
         assert caught.value.mismatching == 4  # type: ignore[attr-defined]
+
+    def test_shared_weight_keeps_its_values(self) -> None:
+        """A weight that is read elsewhere too, such as a tied embedding, is not rounded for the other reader."""
+        rng = np.random.default_rng(0)
+        weight = numpy_helper.from_array(rng.normal(size=(32, 32)).astype(np.float32), "w")
+        graph = helper.make_graph(
+            [
+                helper.make_node("MatMul", ["x", "w"], ["a"], "tied"),
+                helper.make_node("Gather", ["w", "index"], ["row"], "embedding"),
+                helper.make_node("MatMul", ["a", "v"], ["b"], "free"),
+                helper.make_node("Add", ["b", "row"], ["y"]),
+            ],
+            "g",
+            [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 32])],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 32])],
+            [
+                weight,
+                numpy_helper.from_array(rng.normal(size=(32, 32)).astype(np.float32), "v"),
+                numpy_helper.from_array(np.array(3), "index"),
+            ],
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+        data = [{"x": rng.normal(size=(4, 32)).astype(np.float32)}]
+        table = quantize.calibrate(model, Calibration(data=data, algorithm="minmax"))
+        assert set(scales_in(quantize.insert_qdq(model, table))) == {"a"}
 
     def test_bytes_do_not_depend_on_the_hash_seed(self, tmp_path: Path) -> None:
         """Equal model and table give equal bytes in every process, or equal engines would not be found again."""

@@ -22,7 +22,7 @@ from trt_warmcache.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from typing import Protocol
 
     import numpy as np
@@ -98,7 +98,8 @@ def calibrate(
         providers: ONNX Runtime execution providers, for example ``("CUDAExecutionProvider",)``.
 
     Returns:
-        A table of version 0; re-head it for a TensorRT that reads tables. Tensors that were never finite are left out.
+        A table of version 0; re-head it for a TensorRT that reads tables. Tensors that held NaN or infinity are left
+        out.
 
     Raises:
         ConfigError: Data that does not fit the model, or that changed since `fingerprint`.
@@ -120,7 +121,7 @@ def calibrate(
         if progress is not None:
             progress(done, calibration.batches)
     thresholds = {name: statistic.threshold() for name, statistic in statistics.items()}
-    kept = {name: value / INT8_MAX for name, value in thresholds.items() if not math.isnan(value)}  # NaN: never finite
+    kept = {name: value / INT8_MAX for name, value in thresholds.items() if not math.isnan(value)}
     if len(kept) < len(thresholds):
         log.warning(
             "%d of %d tensors held NaN or infinity and have no scale", len(thresholds) - len(kept), len(thresholds)
@@ -235,10 +236,15 @@ def _inputs(proto: onnx.ModelProto) -> tuple[InputSpec, ...]:
         kind = value.type.tensor_type
         if not kind.elem_type:
             raise ModelError(f"Input {value.name!r} of the model is no tensor; only tensors can be calibrated.")
-        dims = tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in kind.shape.dim)
+        dims = tuple(_size(dim) for dim in kind.shape.dim)
         dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type).name
         specs.append(InputSpec(value.name, dtype, dims if kind.HasField("shape") else None))
     return tuple(specs)
+
+
+def _size(dim: Any) -> int | str | None:
+    # some exporters write -1 for a dimension that may vary
+    return dim.dim_param or None if not dim.HasField("dim_value") or dim.dim_value < 0 else int(dim.dim_value)
 
 
 def _session(proto: onnx.ModelProto, folder: str | None, providers: Collection[str] = ("CPUExecutionProvider",)) -> Any:
@@ -311,20 +317,20 @@ def _statistic_factory(calibration: Calibration) -> Callable[[], _Statistic]:
 
 
 class _Largest:
-    """The largest magnitude."""
+    """The largest magnitude; NaN once anything was not finite."""
 
     def __init__(self) -> None:
-        self._largest = math.nan
+        self._largest = 0.0
 
     def add(self, values: np.ndarray[Any, Any]) -> None:
-        np = _import("numpy")
         if values.size:
-            # two reductions instead of a copy of magnitudes; fmax and fmin skip NaN, infinity stays visible
-            largest = float(max(np.fmax.reduce(values, axis=None), -np.fmin.reduce(values, axis=None)))
-            self._largest = largest if math.isnan(self._largest) else max(largest, self._largest)
+            # both reductions hand on NaN and infinity, and spare a copy of magnitudes
+            largest = max(abs(float(values.max())), abs(float(values.min())))
+            finite = math.isfinite(largest) and math.isfinite(self._largest)
+            self._largest = max(self._largest, largest) if finite else math.nan
 
     def threshold(self) -> float:
-        return self._largest if math.isfinite(self._largest) else math.nan
+        return self._largest
 
 
 class _Histogram:
@@ -337,17 +343,19 @@ class _Histogram:
     def __init__(self) -> None:
         self.counts = _import("numpy").zeros(BINS, dtype="int64")
         self.limit = 0.0
-        self.largest = math.nan
+        self.largest = 0.0  # NaN once anything was not finite
         self.zeros = 0
 
     def add(self, values: np.ndarray[Any, Any]) -> None:
         np = _import("numpy")
-        magnitudes = np.abs(values, dtype=np.float32).reshape(-1)
-        magnitudes = magnitudes[np.isfinite(magnitudes)] if not np.isfinite(magnitudes).all() else magnitudes
-        if not magnitudes.size:
+        if not values.size:
             return
+        magnitudes = np.abs(values, dtype=np.float32).reshape(-1)
         largest = float(magnitudes.max())
-        self.largest = largest if math.isnan(self.largest) else max(self.largest, largest)
+        if not (math.isfinite(largest) and math.isfinite(self.largest)):
+            self.largest = math.nan
+            return
+        self.largest = max(self.largest, largest)
         if largest == 0:
             self.zeros += magnitudes.size
             return
@@ -378,7 +386,7 @@ class _Percentile(_Histogram):
 
     def threshold(self) -> float:
         np = _import("numpy")
-        if not self.limit:
+        if not self.largest > 0:
             return self.largest
         cumulated = np.cumsum(self.used())
         place = int(np.searchsorted(cumulated, self._share * cumulated[-1]))
@@ -390,7 +398,7 @@ class _Entropy(_Histogram):
 
     def threshold(self) -> float:
         np = _import("numpy")
-        if not self.limit:
+        if not self.largest > 0:
             return self.largest
         counts, width = self.used().astype(np.float64), self.limit / BINS
         while counts.size > SEARCH_BINS:
@@ -475,19 +483,25 @@ def _nodes_to_quantize(
         missing = min(exclude - known)
         raise ConfigError(f"The model has no node {missing!r} to exclude; a viewer such as Netron shows the names.")
     weights = {tensor.name: tensor.dims for tensor in proto.graph.initializer}
-    chosen, left = [], []
+    chosen: dict[str, onnx.NodeProto] = {}
+    left = []
     for node in proto.graph.node:
         if node.op_type not in op_types or node.name in exclude:
             continue
-        if node.op_type in QUANTIZED_OP_TYPES:
-            dims = weights.get(node.input[1])
-            # a product of two activations gains little and loses accuracy, as few channels do
-            if dims is None or len(dims) < 2 or min(dims[:2]) < min_channels:
-                continue
+        if node.op_type in QUANTIZED_OP_TYPES and not _worthwhile(node, weights.get(node.input[1]), min_channels):
+            continue
         if all(usable(table.scales.get(name, 0.0)) for name in node.input[:2] if name and name not in weights):
-            chosen.append(node.name)
+            chosen[node.name] = node
         else:
             left.append(node.name)
+    # a weight that something else reads too, such as a tied embedding, must keep its values
+    readers = Counter(name for node in proto.graph.node for name in node.input)
+    inside = Counter(name for node in chosen.values() for name in node.input)
+    chosen = {
+        name: node
+        for name, node in chosen.items()
+        if all(inside[weight] == readers[weight] for weight in node.input[:2] if weight in weights)
+    }
     if left:
         total = len(left) + len(chosen)
         log.warning("%d of %d nodes stay in floating point: no usable scale (%s ...)", len(left), total, left[0])
@@ -496,7 +510,16 @@ def _nodes_to_quantize(
             f"Nothing to quantize: no {', '.join(sorted(op_types))} node with constant weights of at least "
             f"{min_channels} channels and a usable scale is left. Lower min_channels, or build the model as it is."
         )
-    return chosen
+    return list(chosen)
+
+
+def _worthwhile(node: onnx.NodeProto, dims: Sequence[int] | None, min_channels: int) -> bool:
+    """Whether a weighted operator gains by int8, and its weight has the layout that scales per channel are made for."""
+    if dims is None or len(dims) < 2 or min(dims[:2]) < min_channels:
+        return False  # a product of two activations gains little and loses accuracy, as few channels do
+    if node.op_type == "ConvTranspose":  # with groups, output channels are spread over both axes
+        return all(attribute.i == 1 for attribute in node.attribute if attribute.name == "group")
+    return node.op_type == "Conv" or len(dims) == 2
 
 
 def _finish(proto: onnx.ModelProto, quantized: set[str]) -> bytes:
