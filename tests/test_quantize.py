@@ -378,6 +378,11 @@ class TestInsertQdq:
         assert set(scales_in(only)) == {"x"}
         with pytest.raises(ConfigError, match="Nothing to quantize"):
             quantize.insert_qdq(small_model(), table, op_types=["Gemm"])
+        with pytest.raises(ConfigError, match="Nothing to quantize"):
+            quantize.insert_qdq(small_model(), table, op_types=[])
+        more = quantize.insert_qdq(small_model(), table, op_types=["Conv", "Add"])
+        assert set(scales_in(more)) == {"conv2", "mid"}
+        assert producer(more, nodes_in(more)["residual"].input[1]) == "DequantizeLinear"
         with pytest.raises(ConfigError, match="no node 'third'"):
             quantize.insert_qdq(small_model(), table, nodes_exclude=["third"])
 
@@ -452,6 +457,15 @@ class TestInsertQdq:
         got, want = run(quantized, data[0])[0], run(model.SerializeToString(), data[0])[0]
         assert cosine(got, want) > 0.99
         assert rtx_plan(quantized, "x", (2, 3, 16, 16))
+
+    def test_needs_nothing_heavy_to_import(self) -> None:
+        """The modules load neither numpy nor onnx nor onnxruntime until they are used."""
+        code = (
+            "import sys; from trt_warmcache import quantize, calibrators, calibration_data;"
+            "print(sorted({'numpy', 'onnx', 'onnxruntime', 'google.protobuf', 'torch', 'cuda'} & set(sys.modules)))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+        assert done.stdout.strip() == "[]"
 
     def test_source_model_is_left_alone(self) -> None:
         """Neither step changes the caller's model."""

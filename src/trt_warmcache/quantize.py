@@ -166,11 +166,12 @@ def insert_qdq(
     helpers = _import("onnxruntime.quantization.quant_utils")
     np = _import("numpy")
 
+    types = sorted(set(QUANTIZED_OP_TYPES if op_types is None else op_types))
     proto = _prepare(_load(model, side_files=True)[0])
     initializers = {tensor.name for tensor in proto.graph.initializer}
     produced = {name for node in proto.graph.node for name in node.output}
     table.check({name for name in (*produced, *(value.name for value in proto.graph.input)) if name} - initializers)
-    chosen = _nodes_to_quantize(proto, table, set(op_types or QUANTIZED_OP_TYPES), set(nodes_exclude), min_channels)
+    chosen = _nodes_to_quantize(proto, table, set(types), set(nodes_exclude), min_channels)
 
     # scales must be of the type of what they scale
     half = {
@@ -193,15 +194,20 @@ def insert_qdq(
         tensors_range=calibrate_module.TensorsData(calibrate_module.CalibrationMethod.MinMax, ranges),
         nodes_to_quantize=chosen,
         nodes_to_exclude=[],
-        op_types_to_quantize=sorted(set(op_types or QUANTIZED_OP_TYPES)),
+        op_types_to_quantize=types,
         extra_options={
             "ActivationSymmetric": True,
             "WeightSymmetric": True,
             "QuantizeBias": False,  # TensorRT takes no int32 biases
-            "OpTypesToExcludeOutputQuantization": list(QUANTIZED_OP_TYPES),
+            "OpTypesToExcludeOutputQuantization": types,
         },
     )
-    quantizer.quantize_model()
+    try:
+        quantizer.quantize_model()
+    except (ValueError, RuntimeError) as error:
+        raise ModelError(
+            f"ONNX Runtime cannot insert Q/DQ nodes: {_first_line(error)}. Leave the node out with nodes_exclude."
+        ) from error
     quantizer.model.topological_sort()
     return _finish(quantizer.model.model, set(chosen))
 
@@ -490,7 +496,8 @@ def _nodes_to_quantize(
             continue
         if node.op_type in QUANTIZED_OP_TYPES and not _worthwhile(node, weights.get(node.input[1]), min_channels):
             continue
-        if all(usable(table.scales.get(name, 0.0)) for name in node.input[:2] if name and name not in weights):
+        scaled = node.input[:2] if node.op_type in QUANTIZED_OP_TYPES else node.input  # biases need none
+        if all(usable(table.scales.get(name, 0.0)) for name in scaled if name and name not in weights):
             chosen[node.name] = node
         else:
             left.append(node.name)
