@@ -48,7 +48,9 @@ class LibCuda:
         try:
             self._lib = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
-            raise ConfigError("No NVIDIA driver here (libcuda.so.1 not found); spell the target out: Target(gpu=..., compute_capability=...).") from error
+            raise ConfigError(
+                "No NVIDIA driver here (libcuda.so.1 not found); spell the target out: Target(gpu=..., compute_capability=...)."
+            ) from error
         self._call("cuInit", 0)
 
     def _call(self, name: str, *args: Any) -> None:
@@ -57,7 +59,9 @@ class LibCuda:
             text = ctypes.c_char_p()
             self._lib.cuGetErrorString(code, ctypes.byref(text))
             why = (text.value or b"unknown error").decode(errors="replace")
-            raise ConfigError(f"The NVIDIA driver refused {name}: {why} (CUDA error {code}). Spell the target out, or check the driver with nvidia-smi.")
+            raise ConfigError(
+                f"The NVIDIA driver refused {name}: {why} (CUDA error {code}). Spell the target out, or check the driver with nvidia-smi."
+            )
 
     def device_count(self) -> int:
         count = ctypes.c_int()
@@ -113,15 +117,14 @@ def query_gpu(
     if cuda is None:
         cuda = LibCuda()
     if nvml is None:
-        try:
-            import pynvml as nvml
-        except ImportError as error:
-            raise ConfigError(f"Detecting the GPU needs NVML's bindings; {_INSTALL_NVML}.") from error
+        nvml = _import_nvml()
     ordinal, uuid = _find(device, cuda, environ)
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        raise ConfigError(f"NVML did not start: {error}. Check the driver with nvidia-smi, or spell the target out.") from error
+        raise ConfigError(
+            f"NVML did not start: {error}. Check the driver with nvidia-smi, or spell the target out."
+        ) from error
     try:
         handle, parent = _handle(nvml, uuid)
         name = _text(nvml.nvmlDeviceGetName(parent))
@@ -137,9 +140,19 @@ def query_gpu(
             "driver": _text(nvml.nvmlSystemGetDriverVersion()),
         }
     except nvml.NVMLError as error:
-        raise ConfigError(f"NVML could not describe device {device!r}: {error}. Spell the target out instead.") from error
+        raise ConfigError(
+            f"NVML could not describe device {device!r}: {error}. Spell the target out instead."
+        ) from error
     finally:
         nvml.nvmlShutdown()
+
+
+def _import_nvml() -> Any:
+    try:
+        import pynvml
+    except ImportError as error:
+        raise ConfigError(f"Detecting the GPU needs NVML's bindings; {_INSTALL_NVML}.") from error
+    return pynvml
 
 
 def _find(device: int | str, cuda: CudaDriver, environ: Mapping[str, str]) -> tuple[int, str]:

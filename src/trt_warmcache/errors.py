@@ -153,7 +153,13 @@ class UntrustedError(WarmCacheError):
 
 
 class IncompatibleError(WarmCacheError):
-    """A whole and genuine plan that this machine cannot run: other GPU, other TensorRT, missing plugin, no driver."""
+    """A whole and genuine plan that this machine cannot run: other GPU, other TensorRT, missing plugin, no driver.
+
+    Attributes:
+        about_plan: Whether the plan is to blame, so that building it anew may help; False where the machine is.
+    """
+
+    about_plan: bool = False
 
 
 class MissError(WarmCacheError, LookupError):

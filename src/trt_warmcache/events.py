@@ -109,7 +109,14 @@ class Events:
         self._lock = threading.Lock()
 
     def emit(
-        self, kind: EventKind, *, key: str = "", label: str = "", seconds: float | None = None, text: str = "", **detail: Any
+        self,
+        kind: EventKind,
+        *,
+        key: str = "",
+        label: str = "",
+        seconds: float | None = None,
+        text: str = "",
+        **detail: Any,
     ) -> None:
         """Count, log and pass on one event. `text` is the sentence for the log."""
         with self._lock:
@@ -119,7 +126,13 @@ class Events:
                 self._counts[f"{kind.value}.{reason}"] += 1
         level = _LEVELS.get(kind, logging.DEBUG)
         if log.isEnabledFor(level):
-            log.log(level, "%s %s%s", kind.value, text or label or key[:12], "" if seconds is None else f" ({seconds:.2f} s)")
+            log.log(
+                level,
+                "%s %s%s",
+                kind.value,
+                text or label or key[:12],
+                "" if seconds is None else f" ({seconds:.2f} s)",
+            )
         if not self._hooks:
             return
         if text:
@@ -128,7 +141,7 @@ class Events:
         for hook in self._hooks:
             try:
                 hook(event)
-            except Exception:  # noqa: BLE001  a foreign hook must not be able to fail a request
+            except Exception:
                 log.warning("hook %r failed on %s", hook, kind.value, exc_info=True)
 
     def counts(self) -> dict[str, int]:

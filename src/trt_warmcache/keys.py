@@ -68,6 +68,7 @@ class Key:
     digest: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
+        _refuse_floats(self.parts)
         object.__setattr__(self, "digest", digest_of(self.kind, self.parts))
 
     @property
@@ -99,8 +100,9 @@ def digest_of(kind: Kind, parts: Mapping[str, Any]) -> str:
 
 def canonical_json(document: Any) -> bytes:
     """One byte string per JSON value, whatever the order of its mappings."""
-    _refuse_floats(document)
-    return json.dumps(document, sort_keys=True, ensure_ascii=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return json.dumps(document, sort_keys=True, ensure_ascii=True, separators=(",", ":"), allow_nan=False).encode(
+        "ascii"
+    )
 
 
 def _refuse_floats(value: Any) -> None:
@@ -263,7 +265,13 @@ def _brief(value: Any) -> str:
 
 
 def label_for(
-    *, model_name: str, version: str | None, model: str, target: Target, profiles: Sequence[ShapeProfile], shapes: Sequence[Sequence[Any]] = ()
+    *,
+    model_name: str,
+    version: str | None,
+    model: str,
+    target: Target,
+    profiles: Sequence[ShapeProfile],
+    shapes: Sequence[Sequence[Any]] = (),
 ) -> str:
     """The readable name of an entry: ``{model_name}_{version}_{gpu_type}_{input_shape}``.
 
@@ -279,7 +287,9 @@ def label_for(
         texts = ["+".join(_range_text(r) for r in profile.shapes.values()) for profile in profiles]
     else:
         texts = ["+".join("x".join(str(size) for size in dims) or "scalar" for dims in shapes)]
-    return readable_name(model_name, version or model.rpartition(":")[2][:8], target.gpu_type, "_".join(filter(None, texts)) or "any")
+    return readable_name(
+        model_name, version or model.rpartition(":")[2][:8], target.gpu_type, "_".join(filter(None, texts)) or "any"
+    )
 
 
 def _range_text(limits: Any) -> str:

@@ -134,7 +134,7 @@ class FileView:
         if step != 1:
             raise ValueError("a FileView is sliced with step 1 only")
         offset = start - self._start
-        if 0 <= offset and stop - self._start <= len(self._window):
+        if offset >= 0 and stop - self._start <= len(self._window):
             return self._window[offset : stop - self._start]
         return self._read(start, max(stop - start, 0))
 
@@ -153,10 +153,10 @@ class FileView:
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One input or output of the graph.
+    r"""One input or output of the graph.
 
     Attributes:
-        name: Its name. Bytes that are not UTF-8 appear as ``\\xNN``.
+        name: Its name. Bytes that are not UTF-8 appear as ``\xNN``.
         elem_type: ONNX element type number (``TensorProto.DataType``); 0 for anything that is not a tensor.
         dtype: The same for people, like ``float32``; or ``sequence``, ``map``, ``optional``, ``opaque``.
         dims: One entry per dimension: its size, its symbolic name, or None where it is dynamic without a name.
@@ -167,6 +167,15 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
     elem_type: int
     dtype: str
     dims: tuple[int | str | None, ...] | None
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether any dimension, or the rank, is open."""
+        return self.dims is None or any(not isinstance(size, int) for size in self.dims)
+
+    def __str__(self) -> str:
+        shape = "?" if self.dims is None else "x".join("?" if size is None else str(size) for size in self.dims)
+        return f"{self.name} ({self.dtype} {shape or 'scalar'})"
 
 
 class ExternalTensor(msgspec.Struct, frozen=True, array_like=True):
@@ -477,7 +486,7 @@ class _Walk:
                 dims.append(_signed(a))
             elif tag == 1 << 3 | 2:
                 while a < b:
-                    value, a = _varint(buf, a, b)
+                    value, a = _varint(buf, a, b)  # noqa: PLW2901  a packed field is read from its own start on
                     dims.append(_signed(value))
                     if len(dims) > _MAX_RANK:
                         break

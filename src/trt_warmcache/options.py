@@ -8,6 +8,7 @@ Version ranges come from introspecting the real bindings of every minor release 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -179,7 +180,9 @@ class BuildOptions:
 
     fp16: bool | None = _option("Allow FP16 layers.", until=(10, 16), rtx=False, instead=_FROM_MODEL)
     bf16: bool | None = _option("Allow BF16 layers.", since=(10, 0), until=(10, 16), rtx=False, instead=_FROM_MODEL)
-    int8: bool | None = _option("Allow INT8 layers; needs calibration or a Q/DQ model.", until=(10, 16), rtx=False, instead=_FROM_MODEL)
+    int8: bool | None = _option(
+        "Allow INT8 layers; needs calibration or a Q/DQ model.", until=(10, 16), rtx=False, instead=_FROM_MODEL
+    )
     fp8: bool | None = _option("Allow FP8 layers.", until=(10, 16), rtx=False, instead=_FROM_MODEL)
     int4: bool | None = _option("Allow INT4 weights.", since=(10, 1), until=(10, 16), rtx=False, instead=_FROM_MODEL)
     fp4: bool | None = _option("Allow FP4 weights.", since=(10, 8), until=(10, 16), rtx=False, instead=_FROM_MODEL)
@@ -201,16 +204,28 @@ class BuildOptions:
         instead=_FROM_MODEL,
     )
     calibrate_before_fusion: bool | None = _option(
-        "Calibrate before layers are fused, so that the table fits every GPU.", until=(10, 16), rtx=False, instead=_FROM_MODEL
+        "Calibrate before layers are fused, so that the table fits every GPU.",
+        until=(10, 16),
+        rtx=False,
+        instead=_FROM_MODEL,
     )
     tf32: bool | None = _option("Allow TF32 for float32 layers; on by default.")
     sparse_weights: bool | None = _option("Look for 2:4 structured sparsity in the weights.")
     strict_nans: bool | None = _option("Keep NaN semantics exact.", since=(10, 6))
     distributive_independence: bool | None = _option("Compute distributive axes independently.", since=(10, 12))
-    optimization_level: int | None = _option("How hard TensorRT optimizes, 0 (first tactic found) to 5; its default is 3.")
-    avg_timing_iterations: int | None = _option("How many runs a kernel's timing is averaged over.", rtx=False, instead="TensorRT-RTX does not time kernels when it builds.")
+    optimization_level: int | None = _option(
+        "How hard TensorRT optimizes, 0 (first tactic found) to 5; its default is 3."
+    )
+    avg_timing_iterations: int | None = _option(
+        "How many runs a kernel's timing is averaged over.",
+        rtx=False,
+        instead="TensorRT-RTX does not time kernels when it builds.",
+    )
     max_tactics: int | None = _option(
-        "At most this many tactics are timed per layer.", since=(10, 4), rtx=False, instead="TensorRT-RTX has the setting and ignores it."
+        "At most this many tactics are timed per layer.",
+        since=(10, 4),
+        rtx=False,
+        instead="TensorRT-RTX has the setting and ignores it.",
     )
     tactic_sources: tuple[str, ...] | None = _option(
         "Names of the kernel libraries to choose from, for example EDGE_MASK_CONVOLUTIONS; an empty tuple turns all off.",
@@ -218,10 +233,16 @@ class BuildOptions:
         instead="TensorRT-RTX chooses kernels on the user's machine.",
     )
     tiling: TilingLevel | None = _option(
-        "Effort spent on on-chip tiling.", since=(10, 8), rtx=False, instead="TensorRT-RTX has the setting and ignores it."
+        "Effort spent on on-chip tiling.",
+        since=(10, 8),
+        rtx=False,
+        instead="TensorRT-RTX has the setting and ignores it.",
     )
     l2_limit_for_tiling: int | None = _option(
-        "L2 cache that tiling may count on, in bytes.", since=(10, 8), rtx=False, instead="TensorRT-RTX has the setting and ignores it."
+        "L2 cache that tiling may count on, in bytes.",
+        since=(10, 8),
+        rtx=False,
+        instead="TensorRT-RTX has the setting and ignores it.",
     )
     max_aux_streams: int | None = _option("At most this many auxiliary CUDA streams.")
     workspace: int | None = _option("Scratch memory for layers, in bytes; short for memory_pools={'workspace': ...}.")
@@ -238,17 +259,27 @@ class BuildOptions:
         instead="TensorRT-RTX plans are tied to their release.",
     )
     exclude_lean_runtime: bool | None = _option(
-        "Leave the lean runtime out of a version-compatible plan.", rtx=False, instead="TensorRT-RTX plans are tied to their release."
+        "Leave the lean runtime out of a version-compatible plan.",
+        rtx=False,
+        instead="TensorRT-RTX plans are tied to their release.",
     )
-    refit: RefitMode | None = _option("Which weights may be exchanged later (identical from 10.0, individual from 10.2).")
-    refittable_weights: tuple[str, ...] | None = _option("Names of the weights that refit='individual' marks.", since=(10, 2))
+    refit: RefitMode | None = _option(
+        "Which weights may be exchanged later (identical from 10.0, individual from 10.2)."
+    )
+    refittable_weights: tuple[str, ...] | None = _option(
+        "Names of the weights that refit='individual' marks.", since=(10, 2)
+    )
     strip_plan: bool | None = _option("Leave refittable weights out of the plan.", since=(10, 0))
     weight_streaming: bool | None = _option("Let weights stay in host memory and stream in.", since=(10, 0))
     preview_features: Mapping[str, bool] | None = _option(
         "Preview features by stable name (without the version suffix), for example runtime_activation_resize."
     )
-    dla_core: int | None = _option("Run on this deep-learning accelerator core.", rtx=False, instead="TensorRT-RTX has no DLA.")
-    gpu_fallback: bool | None = _option("Let layers that the DLA cannot run fall back to the GPU.", rtx=False, instead="TensorRT-RTX has no DLA.")
+    dla_core: int | None = _option(
+        "Run on this deep-learning accelerator core.", rtx=False, instead="TensorRT-RTX has no DLA."
+    )
+    gpu_fallback: bool | None = _option(
+        "Let layers that the DLA cannot run fall back to the GPU.", rtx=False, instead="TensorRT-RTX has no DLA."
+    )
     direct_io: bool | None = _option("Forbid reformatting at the network's inputs and outputs.")
     runtime_platform: str | None = _option(
         "Platform that will run the plan, for example windows_amd64.",
@@ -259,7 +290,9 @@ class BuildOptions:
     require_user_allocation: bool | None = _option(
         "The application allocates all device memory.", since=None, instead="Only TensorRT-RTX has it."
     )
-    build_route: str | None = _option("Compiler knobs as one string.", since=(11, 1), rtx=False, instead="There is nothing to route there.")
+    build_route: str | None = _option(
+        "Compiler knobs as one string.", since=(11, 1), rtx=False, instead="There is nothing to route there."
+    )
     native_instancenorm: bool | None = _option("Parse InstanceNormalization with TensorRT's own layer.")
     timing: TimingMode | None = _option(
         "What to do with the timing cache (require from 10.0, editable from 10.8).",
@@ -286,7 +319,9 @@ class BuildOptions:
         return hash(tuple(sorted((name, _frozen(value)) for name, value in self.to_json().items())))
 
     @classmethod
-    def preset(cls, preset: Preset | str, *, version: tuple[int, ...], flavour: str = "tensorrt", **overrides: Any) -> BuildOptions:
+    def preset(
+        cls, preset: Preset | str, *, version: tuple[int, ...], flavour: str = "tensorrt", **overrides: Any
+    ) -> BuildOptions:
         """Options that narrow or widen TensorRT's search, mapped to what a version offers.
 
         Args:
@@ -296,7 +331,12 @@ class BuildOptions:
             **overrides: Fields to set on top.
         """
         wanted: dict[Preset, dict[str, Any]] = {
-            Preset.FAST: {"optimization_level": 1, "max_tactics": 1, "avg_timing_iterations": 1, "tiling": TilingLevel.NONE},
+            Preset.FAST: {
+                "optimization_level": 1,
+                "max_tactics": 1,
+                "avg_timing_iterations": 1,
+                "tiling": TilingLevel.NONE,
+            },
             Preset.BALANCED: {},
             Preset.MAX: {"optimization_level": 5, "avg_timing_iterations": 8, "tiling": TilingLevel.FULL},
         }
@@ -333,10 +373,14 @@ class BuildOptions:
         for spec, value in self.chosen():
             here = f"{'TensorRT-RTX' if flavour == 'tensorrt_rtx' else 'TensorRT'} {'.'.join(map(str, version[:3]))}"
             if not spec.available(flavour, version):
-                raise ConfigError(f"Option {spec.name!r} does not exist in {here}; it needs {spec.where()}. {spec.instead}".rstrip())
+                raise ConfigError(
+                    f"Option {spec.name!r} does not exist in {here}; it needs {spec.where()}. {spec.instead}".rstrip()
+                )
             needed = _VALUE_SINCE.get((spec.name, value) if isinstance(value, Enum) else (spec.name, None))
             if needed and flavour == "tensorrt" and tuple(version[:2]) < needed:
-                raise ConfigError(f"{spec.name}={value.value!r} needs TensorRT {'.'.join(map(str, needed))} or later; this is {here}.")
+                raise ConfigError(
+                    f"{spec.name}={value.value!r} needs TensorRT {'.'.join(map(str, needed))} or later; this is {here}."
+                )
 
 
 #: Values that came later than their option.
@@ -349,10 +393,12 @@ _VALUE_SINCE: dict[tuple[str, Any], tuple[int, int]] = {
 }
 
 
-def option_specs() -> dict[str, OptionSpec]:
+@functools.cache
+def option_specs() -> Mapping[str, OptionSpec]:
     """The table of all options, by name, in declaration order."""
     return {
-        field.name: dataclasses.replace(field.metadata["spec"], name=field.name) for field in dataclasses.fields(BuildOptions)
+        field.name: dataclasses.replace(field.metadata["spec"], name=field.name)
+        for field in dataclasses.fields(BuildOptions)
     }
 
 
@@ -426,7 +472,9 @@ _LAYER_TYPES = frozenset({"float32", "float16", "bfloat16", "int8"})
 
 def _layer_rules(field: str, value: Any) -> tuple[tuple[str, str], ...]:
     rules = list(value.items()) if isinstance(value, Mapping) else value
-    if not isinstance(rules, (list, tuple)) or not all(isinstance(rule, (list, tuple)) and len(rule) == 2 for rule in rules):
+    if not isinstance(rules, (list, tuple)) or not all(
+        isinstance(rule, (list, tuple)) and len(rule) == 2 for rule in rules
+    ):
         raise ConfigError(f"{field} must map layer-name patterns to precisions, not {value!r}.")
     for pattern, kind in rules:
         _text(field, pattern)

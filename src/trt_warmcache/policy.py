@@ -90,7 +90,13 @@ class Policy:
     driver_in_key: bool = False
 
     def __post_init__(self) -> None:
-        for field, kind in (("on_miss", OnMiss), ("cover", Cover), ("trust", Trust), ("store_errors", StoreErrors), ("on_wait", OnWait)):
+        for field, kind in (
+            ("on_miss", OnMiss),
+            ("cover", Cover),
+            ("trust", Trust),
+            ("store_errors", StoreErrors),
+            ("on_wait", OnWait),
+        ):
             object.__setattr__(self, field, to_enum(kind, getattr(self, field), f"Policy.{field}"))
         for field in ("slow_build_seconds", "wait_seconds", "build_seconds"):
             check_seconds(getattr(self, field), f"Policy.{field}", optional=field == "build_seconds")

@@ -13,7 +13,16 @@ from trt_warmcache.errors import ConfigError
 if TYPE_CHECKING:
     from trt_warmcache.model import ModelSummary
 
-__all__ = ["ShapeProfile", "ShapeRange", "normalize_profiles", "parse_profile", "validate_profiles"]
+__all__ = [
+    "ShapeProfile",
+    "ShapeRange",
+    "cover_size",
+    "covers_all",
+    "normalize_profiles",
+    "parse_profile",
+    "profile_gaps",
+    "validate_profiles",
+]
 
 Dims: TypeAlias = tuple[int, ...]
 """Sizes per dimension, or the values of a shape tensor."""
@@ -134,7 +143,9 @@ def parse_profile(text: str) -> ShapeProfile:
     for word in text.split():
         name, equals, spec = word.rpartition("=")
         if not equals or not name or not spec:
-            raise ConfigError(f"Cannot read profile {word!r}; write INPUT=MIN:OPT:MAX, such as x=1x3x224x224:4x3x224x224:8x3x224x224.")
+            raise ConfigError(
+                f"Cannot read profile {word!r}; write INPUT=MIN:OPT:MAX, such as x=1x3x224x224:4x3x224x224:8x3x224x224."
+            )
         into = values if spec.startswith("values:") else shapes
         if name in shapes or name in values:
             raise ConfigError(f"Input {name!r} occurs twice in one profile; give further profiles separately.")
@@ -167,13 +178,17 @@ def validate_profiles(profiles: tuple[ShapeProfile, ...], summary: ModelSummary)
             if name not in inputs:
                 nearest = nearest_name(name, inputs)
                 hint = f"; did you mean {nearest!r}" if nearest else ""
-                raise ConfigError(f"The model has no input {name!r}{where}{hint}. Its inputs: {'; '.join(map(str, summary.inputs))}.")
+                raise ConfigError(
+                    f"The model has no input {name!r}{where}{hint}. Its inputs: {'; '.join(map(str, summary.inputs))}."
+                )
         for name, limits in profile.shapes.items():
             _check_dims(name, limits, inputs[name].dims, where)
         missing = [name for name in dynamic if name not in profile.shapes]
         if missing:
             raise ConfigError(
-                f"No shape{where} for dynamic input " + "; ".join(str(inputs[name]) for name in missing) + ". Every profile must give (min, opt, max) for each."
+                f"No shape{where} for dynamic input "
+                + "; ".join(str(inputs[name]) for name in missing)
+                + ". Every profile must give (min, opt, max) for each."
             )
         kept = {name: limits for name, limits in profile.shapes.items() if name in dynamic}
         if kept or profile.values:
@@ -181,18 +196,70 @@ def validate_profiles(profiles: tuple[ShapeProfile, ...], summary: ModelSummary)
     return tuple(reduced)
 
 
+def covers_all(stored: Sequence[ShapeProfile], wanted: Sequence[ShapeProfile]) -> bool:
+    """Whether an engine with the `stored` profiles accepts every shape of every `wanted` profile."""
+    return all(any(have.covers(profile) for have in stored) for profile in wanted)
+
+
+def cover_size(profiles: Sequence[ShapeProfile]) -> int:
+    """How much a set of profiles covers: elements of the largest shapes plus width of the ranges; smaller is tighter."""
+    total = 0
+    for profile in profiles:
+        for limits in profile.shapes.values():
+            volume = 1
+            for size in limits.max:
+                volume *= max(size, 1)
+            total += volume + sum(high - low for low, high in zip(limits.min, limits.max, strict=True))
+    return total
+
+
+def profile_gaps(wanted: Sequence[ShapeProfile], stored: Sequence[ShapeProfile]) -> tuple[str, ...]:
+    """Where stored profiles fall short: one sentence per input and dimension, by the stored profile that comes closest."""
+    gaps: list[str] = []
+    for profile in wanted:
+        if not any(have.covers(profile) for have in stored):
+            shortfalls = sorted((_shortfalls(profile, have) for have in stored), key=len)
+            gaps += shortfalls[0] if shortfalls else ["it has no profile"]
+    return tuple(gaps)
+
+
+def _shortfalls(wanted: ShapeProfile, stored: ShapeProfile) -> list[str]:
+    gaps = []
+    for name, asked in wanted.shapes.items():
+        have = stored.shapes.get(name)
+        if have is None:
+            gaps.append(f"input {name!r}: not in the stored profile")
+        elif len(have.min) != len(asked.min):
+            gaps.append(f"input {name!r}: {len(asked.min)} dimensions asked, {len(have.min)} stored")
+        else:
+            for axis, (low, high) in enumerate(zip(have.min, have.max, strict=True)):
+                outside = [size for size in (asked.min[axis], asked.max[axis]) if not low <= size <= high]
+                if outside:
+                    gaps.append(f"input {name!r} dimension {axis}: {outside[-1]} not in {low}..{high}")
+    gaps += [
+        f"shape-tensor input {name!r}: other values"
+        for name in wanted.values
+        if stored.values.get(name) != wanted.values[name]
+    ]
+    return gaps
+
+
 def _check_dims(name: str, limits: ShapeRange, dims: tuple[int | str | None, ...] | None, where: str) -> None:
     if dims is None:
         return  # the model does not say the rank; TensorRT will judge
     if len(limits.min) != len(dims):
-        raise ConfigError(f"Input {name!r}{where} has {len(dims)} dimensions ({_show(dims)}), the profile gives {len(limits.min)} ({limits}).")
+        raise ConfigError(
+            f"Input {name!r}{where} has {len(dims)} dimensions ({_show(dims)}), the profile gives {len(limits.min)} ({limits})."
+        )
     for axis, size in enumerate(dims):
         if not isinstance(size, int) or size < 0:
             continue
         for word in ("min", "opt", "max"):
             asked = getattr(limits, word)[axis]
             if asked != size:
-                raise ConfigError(f"Input {name!r}{where}: dimension {axis} is fixed at {size} in the model, the profile's {word} says {asked}.")
+                raise ConfigError(
+                    f"Input {name!r}{where}: dimension {axis} is fixed at {size} in the model, the profile's {word} says {asked}."
+                )
 
 
 def _show(dims: Sequence[int | str | None]) -> str:
@@ -225,14 +292,20 @@ def _range(name: str, spec: Any, *, smallest: int | None = 0) -> ShapeRange:
         spec = (spec.min, spec.opt, spec.max)
     if isinstance(spec, str) and ":" in spec:
         spec = spec.split(":")
-    if not isinstance(spec, str) and _is_sequence(spec) and any(isinstance(part, str) or _is_sequence(part) for part in spec):
+    if (
+        not isinstance(spec, str)
+        and _is_sequence(spec)
+        and any(isinstance(part, str) or _is_sequence(part) for part in spec)
+    ):
         if len(spec) != 3:
             raise ConfigError(f"Input {name!r}: give one shape, or three as (min, opt, max); got {len(spec)}.")
         low, opt, high = (_dims(name, part, smallest) for part in spec)
     else:
         low = opt = high = _dims(name, spec, smallest)
     if not len(low) == len(opt) == len(high):
-        raise ConfigError(f"Input {name!r}: min, opt and max have {len(low)}, {len(opt)} and {len(high)} dimensions; they must agree.")
+        raise ConfigError(
+            f"Input {name!r}: min, opt and max have {len(low)}, {len(opt)} and {len(high)} dimensions; they must agree."
+        )
     for axis, (a, b, c) in enumerate(zip(low, opt, high, strict=True)):
         if not a <= b <= c:
             raise ConfigError(f"Input {name!r}: dimension {axis} must have min <= opt <= max, got {a}, {b}, {c}.")
@@ -261,5 +334,7 @@ def _dims(name: str, spec: Any, smallest: int | None) -> Dims:
     if smallest is not None:
         for axis, size in enumerate(dims):
             if size < smallest:
-                raise ConfigError(f"Input {name!r}: dimension {axis} is {size}; sizes cannot be negative. Give the real (min, opt, max) instead of -1.")
+                raise ConfigError(
+                    f"Input {name!r}: dimension {axis} is {size}; sizes cannot be negative. Give the real (min, opt, max) instead of -1."
+                )
     return dims

@@ -14,8 +14,27 @@ from trt_warmcache.errors import ConfigError
 
 __all__ = ["Target", "canonical_arch", "canonical_os", "compute_capability"]
 
-_OS = {"linux": "linux", "linux2": "linux", "windows": "windows", "win": "windows", "win32": "windows", "win64": "windows", "cygwin": "windows", "darwin": "macos", "macos": "macos"}
-_ARCH = {"x86_64": "x86_64", "amd64": "x86_64", "x64": "x86_64", "x86-64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64", "armv8": "aarch64", "sbsa": "aarch64"}
+_OS = {
+    "linux": "linux",
+    "linux2": "linux",
+    "windows": "windows",
+    "win": "windows",
+    "win32": "windows",
+    "win64": "windows",
+    "cygwin": "windows",
+    "darwin": "macos",
+    "macos": "macos",
+}
+_ARCH = {
+    "x86_64": "x86_64",
+    "amd64": "x86_64",
+    "x64": "x86_64",
+    "x86-64": "x86_64",
+    "aarch64": "aarch64",
+    "arm64": "aarch64",
+    "armv8": "aarch64",
+    "sbsa": "aarch64",
+}
 
 
 def canonical_os(name: str) -> str:

@@ -110,7 +110,9 @@ class Payload:
         view: Read-only; mapped from the file where the store is local.
     """
 
-    def __init__(self, view: memoryview, release: Callable[[], None] | None = None, *, verified_now: bool = True) -> None:
+    def __init__(
+        self, view: memoryview, release: Callable[[], None] | None = None, *, verified_now: bool = True
+    ) -> None:
         self.view = view
         self.verified_now = verified_now
         self._release = release
@@ -225,7 +227,7 @@ class Store(ABC):
         """A lock for one key, or None where the store has none."""
         return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  most stores hold nothing
         """Release threads, connections and locks. Idempotent."""
 
     # ---- entries ----------------------------------------------------------------------------------------------
@@ -240,7 +242,9 @@ class Store(ABC):
         data = self.read(manifest_name(kind, digest), limit=manifests.MAX_MANIFEST_BYTES)
         return None if data is None else manifests.decode(data, kind=kind, digest=digest)
 
-    def publish(self, manifest: Manifest, payloads: Mapping[str, Any], *, replacing: Manifest | None = None) -> Manifest:
+    def publish(
+        self, manifest: Manifest, payloads: Mapping[str, Any], *, replacing: Manifest | None = None
+    ) -> Manifest:
         """Store an entry: all blobs, then its manifest.
 
         The first manifest under a key wins. With `replacing`, the new manifest takes the place of that one, and only
@@ -347,7 +351,9 @@ def verify_view(ref: BlobRef, view: memoryview, store: str) -> None:
 def truncated(ref: BlobRef, size: int, store: str) -> IntegrityError:
     """The error for a blob of another length than promised."""
     name = blob_name(ref)
-    return IntegrityError(f"{name} in {store} has {size} bytes, its manifest says {ref.size}.", name=name, reason="truncated")
+    return IntegrityError(
+        f"{name} in {store} has {size} bytes, its manifest says {ref.size}.", name=name, reason="truncated"
+    )
 
 
 def missing(ref: BlobRef, store: str) -> IntegrityError:

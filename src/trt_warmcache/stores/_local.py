@@ -66,13 +66,16 @@ class LocalStore(Store):
         read_only: Never try to write, delete or lock.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, memo: DigestMemo | None = None, read_only: bool = False) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], *, memo: DigestMemo | None = None, read_only: bool = False
+    ) -> None:
         text = os.fspath(root)
         if not text or "\0" in text:
             raise ConfigError(f"A store's folder must be a path, not {text!r}.")
         self.root = Path(text).expanduser().absolute()
         self.url = str(self.root)
         self._base = self.root / LAYOUT
+        self._prefix = f"{self._base}/"  # joining text is several times faster than joining paths, and a hit joins two
         self._memo = memo if memo is not None else DigestMemo(None)
         self._read_only = read_only
 
@@ -125,10 +128,10 @@ class LocalStore(Store):
         finally:
             os.close(fd)
         view = memoryview(mapped)
-        path = self._base / name
+        path = self._prefix + name
         known = not rehash and self._memo.get(path, status) == ref.digest
         if not known:
-            started = self._memo.now()
+            started = self._memo.clock()
             try:
                 verify_view(ref, view, self.url)
             except BaseException:
@@ -164,7 +167,7 @@ class LocalStore(Store):
 
     def _open(self, name: str) -> tuple[int, int] | None:
         """Descriptor and size of a regular file, or None where there is none."""
-        path = self._base / name
+        path = self._prefix + name
         for attempt in (1, 2):
             try:
                 # O_NONBLOCK: a FIFO left under an entry's name must not hang the reader.

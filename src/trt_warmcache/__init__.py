@@ -1,0 +1,156 @@
+"""Remove TensorRT's cold start: build an engine once, on the right target, and let everyone after get it.
+
+    import trt_warmcache as twc
+
+    manager = twc.EngineManager("~/.cache/trt_warmcache")
+    engine = manager.get("model.onnx", profiles={"x": ("1x3x224x224", "4x3x224x224", "8x3x224x224")})
+    engine.plan  # a memoryview of the serialized engine
+
+Importing this package reads no environment, opens no file and loads neither TensorRT nor onnx nor numpy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trt_warmcache._version import __version__
+
+if TYPE_CHECKING:
+    from trt_warmcache.builders import BuilderCapabilities, BuildInputs, BuildOutput, EngineBuilder, Progress
+    from trt_warmcache.engine import Engine, Outcome
+    from trt_warmcache.errors import (
+        BuildError,
+        BuildTimeout,
+        ConfigError,
+        IncompatibleError,
+        IntegrityError,
+        MissError,
+        ModelError,
+        StoreError,
+        StoreReason,
+        UnknownFieldError,
+        UntrustedError,
+        WarmCacheError,
+    )
+    from trt_warmcache.events import Event, EventKind, Hook
+    from trt_warmcache.explain import Explanation
+    from trt_warmcache.keys import KEY_SCHEMA, CalibrationKey, EngineKey, TimingKey
+    from trt_warmcache.manager import EngineManager
+    from trt_warmcache.manifest import Manifest
+    from trt_warmcache.memo import DigestMemo
+    from trt_warmcache.options import BuildOptions
+    from trt_warmcache.policy import Policy
+    from trt_warmcache.profiles import ShapeProfile
+    from trt_warmcache.request import EngineRequest
+    from trt_warmcache.stores import LocalStore, MemoryStore, Store, StoreCapabilities, open_store
+    from trt_warmcache.target import Target
+    from trt_warmcache.warm import WarmReport, WarmRow
+
+__all__ = [
+    "KEY_SCHEMA",
+    "BuildError",
+    "BuildInputs",
+    "BuildOptions",
+    "BuildOutput",
+    "BuildTimeout",
+    "BuilderCapabilities",
+    "CalibrationKey",
+    "ConfigError",
+    "DigestMemo",
+    "Engine",
+    "EngineBuilder",
+    "EngineKey",
+    "EngineManager",
+    "EngineRequest",
+    "Event",
+    "EventKind",
+    "Explanation",
+    "Hook",
+    "IncompatibleError",
+    "IntegrityError",
+    "LocalStore",
+    "Manifest",
+    "MemoryStore",
+    "MissError",
+    "ModelError",
+    "Outcome",
+    "Policy",
+    "Progress",
+    "ShapeProfile",
+    "Store",
+    "StoreCapabilities",
+    "StoreError",
+    "StoreReason",
+    "Target",
+    "TimingKey",
+    "UnknownFieldError",
+    "UntrustedError",
+    "WarmCacheError",
+    "WarmReport",
+    "WarmRow",
+    "__version__",
+    "open_store",
+]
+
+#: Where each public name is defined. They are imported on first use, so that an application which imports this package
+#: and may never need an engine pays next to nothing for it. The imports above say the same to type checkers; a test
+#: holds the two against each other.
+_HOME = {
+    "BuilderCapabilities": "trt_warmcache.builders",
+    "BuildInputs": "trt_warmcache.builders",
+    "BuildOutput": "trt_warmcache.builders",
+    "EngineBuilder": "trt_warmcache.builders",
+    "Progress": "trt_warmcache.builders",
+    "Engine": "trt_warmcache.engine",
+    "Outcome": "trt_warmcache.engine",
+    "BuildError": "trt_warmcache.errors",
+    "BuildTimeout": "trt_warmcache.errors",
+    "ConfigError": "trt_warmcache.errors",
+    "IncompatibleError": "trt_warmcache.errors",
+    "IntegrityError": "trt_warmcache.errors",
+    "MissError": "trt_warmcache.errors",
+    "ModelError": "trt_warmcache.errors",
+    "StoreError": "trt_warmcache.errors",
+    "StoreReason": "trt_warmcache.errors",
+    "UnknownFieldError": "trt_warmcache.errors",
+    "UntrustedError": "trt_warmcache.errors",
+    "WarmCacheError": "trt_warmcache.errors",
+    "Event": "trt_warmcache.events",
+    "EventKind": "trt_warmcache.events",
+    "Hook": "trt_warmcache.events",
+    "Explanation": "trt_warmcache.explain",
+    "KEY_SCHEMA": "trt_warmcache.keys",
+    "CalibrationKey": "trt_warmcache.keys",
+    "EngineKey": "trt_warmcache.keys",
+    "TimingKey": "trt_warmcache.keys",
+    "EngineManager": "trt_warmcache.manager",
+    "Manifest": "trt_warmcache.manifest",
+    "DigestMemo": "trt_warmcache.memo",
+    "BuildOptions": "trt_warmcache.options",
+    "Policy": "trt_warmcache.policy",
+    "ShapeProfile": "trt_warmcache.profiles",
+    "EngineRequest": "trt_warmcache.request",
+    "LocalStore": "trt_warmcache.stores",
+    "MemoryStore": "trt_warmcache.stores",
+    "Store": "trt_warmcache.stores",
+    "StoreCapabilities": "trt_warmcache.stores",
+    "open_store": "trt_warmcache.stores",
+    "Target": "trt_warmcache.target",
+    "WarmReport": "trt_warmcache.warm",
+    "WarmRow": "trt_warmcache.warm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

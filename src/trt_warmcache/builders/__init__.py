@@ -1,0 +1,27 @@
+"""Builders: what turns a model into a plan. :func:`select_builder` picks one."""
+
+from __future__ import annotations
+
+from trt_warmcache.builders._base import (
+    BuilderCapabilities,
+    BuildInputs,
+    BuildOutput,
+    EngineBuilder,
+    Flavour,
+    Progress,
+)
+from trt_warmcache.builders._select import select_builder
+from trt_warmcache.builders._tensorrt import TensorRTBuilder
+from trt_warmcache.builders._tensorrt_rtx import TensorRTRTXBuilder
+
+__all__ = [
+    "BuildInputs",
+    "BuildOutput",
+    "BuilderCapabilities",
+    "EngineBuilder",
+    "Flavour",
+    "Progress",
+    "TensorRTBuilder",
+    "TensorRTRTXBuilder",
+    "select_builder",
+]

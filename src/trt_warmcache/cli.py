@@ -1,0 +1,469 @@
+"""The command line: ``trt-warmcache``.
+
+Exit codes: 0 done; 1 it failed (model, build or store); 2 the command or a setting cannot be meant; 3 not stored;
+4 damaged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from trt_warmcache._version import __version__
+from trt_warmcache.engine import Engine
+from trt_warmcache.errors import ConfigError, IntegrityError, MissError, UntrustedError, WarmCacheError
+from trt_warmcache.events import Event, EventKind
+from trt_warmcache.explain import stored_manifests
+from trt_warmcache.export import export_entry, file_names
+from trt_warmcache.keys import Kind
+from trt_warmcache.manager import EngineManager
+from trt_warmcache.manifest import Manifest
+from trt_warmcache.options import BuildOptions
+from trt_warmcache.policy import OnMiss, Policy
+from trt_warmcache.profiles import parse_profile
+from trt_warmcache.settings import DEFAULT_STORE, Settings
+from trt_warmcache.stores import Store, open_store
+from trt_warmcache.target import Target
+
+__all__ = ["EXIT_DAMAGED", "EXIT_FAILED", "EXIT_MISS", "EXIT_USAGE", "main"]
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_MISS = 3
+EXIT_DAMAGED = 4
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class _Group(click.Group):
+    """Turns the library's errors into exit codes, and into JSON where ``--json`` was given."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except WarmCacheError as error:
+            if "--json" in sys.argv or ctx.meta.get("json"):
+                click.echo(json.dumps({"error": type(error).__name__, "message": error.message}))
+            else:
+                click.echo(f"{type(error).__name__}: {error.message}", err=True)
+            ctx.exit(_exit_code(error))
+        except BrokenPipeError:
+            # The reader of our output went away (`trt-warmcache ls | head`); nothing is left to tell anyone.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(EXIT_FAILED)
+
+
+def _exit_code(error: WarmCacheError) -> int:
+    if isinstance(error, ConfigError):
+        return EXIT_USAGE
+    if isinstance(error, MissError):
+        return EXIT_MISS
+    return EXIT_DAMAGED if isinstance(error, (IntegrityError, UntrustedError)) else EXIT_FAILED
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="trt-warmcache")
+def main() -> None:
+    """Build TensorRT engines once and get them from a cache ever after.
+
+    Exit codes: 0 done; 1 failed (model, build or store); 2 wrong usage or setting; 3 not stored; 4 damaged.
+    """
+
+
+def _store_option(command: _F) -> _F:
+    return click.option(
+        "--store", "stores", multiple=True, metavar="PATH|URL",
+        help=f"Where engines are kept; repeat it for layers, nearest first. [default: $TRT_WARMCACHE_STORE or {DEFAULT_STORE}]",
+    )(command)  # fmt: skip
+
+
+def _json_option(command: _F) -> _F:
+    def remember(ctx: click.Context, _parameter: click.Parameter, value: bool) -> bool:
+        ctx.meta["json"] = value
+        return value
+
+    return click.option(
+        "--json", "as_json", is_flag=True, callback=remember, is_eager=True, help="Print JSON for programs."
+    )(command)
+
+
+def _request_options(command: _F) -> _F:
+    for option in reversed(
+        (
+            click.argument("model", type=click.Path()),
+            click.option(
+                "--profile",
+                "profiles",
+                multiple=True,
+                metavar="INPUT=MIN:OPT:MAX",
+                help="Shapes of one dynamic input, such as x=1x3x224x224:4x3x224x224:8x3x224x224; repeat it for further inputs.",
+            ),
+            click.option(
+                "--next-profile",
+                "boundaries",
+                multiple=True,
+                metavar="INPUT=MIN:OPT:MAX ...",
+                help="A further optimization profile, complete, inputs separated by spaces.",
+            ),
+            click.option(
+                "--option",
+                "options",
+                multiple=True,
+                metavar="NAME=VALUE",
+                help="A build option, such as optimization_level=5; VALUE is JSON or text.",
+            ),
+            click.option(
+                "--builder",
+                type=click.Choice(["auto", "tensorrt", "tensorrt_rtx"]),
+                default=None,
+                help="Which TensorRT builds. [default: $TRT_WARMCACHE_BUILDER or auto]",
+            ),
+            click.option(
+                "--cc",
+                "capabilities",
+                multiple=True,
+                metavar="8.9",
+                help="TensorRT-RTX: a compute capability the plan must serve; repeat it. Portable if left out.",
+            ),
+            click.option("--name", help="A name for people; the model's file name if left out."),
+            click.option("--model-version", help="A version for people."),
+            click.option("--recipe", help="Your version of anything the cache cannot see."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def _fields(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a request from the command line's options."""
+    profiles = [parse_profile(" ".join(given["profiles"]))] if given["profiles"] else []
+    profiles += [parse_profile(text) for text in given["boundaries"]]
+    return {
+        "profiles": profiles,
+        "options": BuildOptions(**dict(_assignment(text) for text in given["options"])),
+        "name": given["name"],
+        "version": given["model_version"],
+        "recipe": given["recipe"],
+    }
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"Cannot read option {text!r}; write NAME=VALUE.")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def _open(stores: tuple[str, ...]) -> Any:
+    chosen = stores or Settings.from_env(os.environ).stores
+    return chosen[0] if len(chosen) == 1 else list(chosen)
+
+
+def _manager(given: dict[str, Any], **more: Any) -> EngineManager:
+    return EngineManager(
+        _open(given["stores"]),
+        builder=given["builder"] or Settings.from_env(os.environ).builder,
+        target=Target(compute_capabilities=given["capabilities"]) if given["capabilities"] else None,
+        **more,
+    )
+
+
+# ---- commands ---------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@_request_options
+@_store_option
+@_json_option
+@click.option("--gen-cache", is_flag=True, help="Also write the .engine, .cache and .calib files under readable names.")
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path(),
+    help="Folder for --gen-cache. [default: .]",
+)
+@click.option("--timeout", type=float, default=None, help="Most seconds to spend, waiting and building.")
+@click.option("--no-build", is_flag=True, help="Only fetch; exit with code 3 if it is not stored.")
+def build(*, as_json: bool, gen_cache: bool, output: Path, timeout: float | None, no_build: bool, **given: Any) -> None:
+    """Build the engine of MODEL, or fetch it if it is stored already."""
+    policy = Policy(on_miss=OnMiss.RAISE if no_build else OnMiss.BUILD)
+    started = time.perf_counter()
+    with _progress(quiet=as_json) as hook, _manager(given, policy=policy, hooks=[hook]) as manager:
+        engine = manager.get(given["model"], timeout=timeout, **_fields(given))
+        seconds = time.perf_counter() - started
+        files = _write_files(manager.store, engine, output) if gen_cache else []
+        if as_json:
+            click.echo(json.dumps({**_engine_json(engine), "seconds": seconds, "files": [str(path) for path in files]}))
+        else:
+            click.echo(
+                f"{engine.outcome.value}: {engine.key.name} ({engine.key.digest[:12]}), {_bytes(engine.plan.nbytes)} in {seconds:.3f} s"
+            )
+            if engine.publish_error is not None:
+                click.echo(f"Not stored: {engine.publish_error.message}", err=True)
+            for path in files:
+                click.echo(f"wrote {path}")
+
+
+def _write_files(store: Store, engine: Engine, folder: Path) -> list[Path]:
+    """The engine, its timing cache and its calibration table, as far as there are any."""
+    from trt_warmcache.keys import timing_key
+
+    wanted = [engine.manifest]
+    provenance = engine.manifest.provenance
+    timing = timing_key(
+        flavour=engine.key.parts["builder.flavour"],
+        version=engine.key.parts["builder.version"],
+        target=Target.from_json(provenance.target),
+    )
+    for kind, digest in (
+        (Kind.TIMING, timing.digest),
+        (Kind.CALIBRATION, engine.manifest.extra.get("calibration_key", "")),
+    ):
+        found = store.manifest(kind, digest) if digest else None
+        if found is not None:
+            wanted.append(found)
+    stem = Path(file_names([engine.manifest])[engine.manifest.key]).stem
+    suffixes = {Kind.ENGINE: ".engine", Kind.TIMING: ".cache", Kind.CALIBRATION: ".calib"}
+    return [export_entry(store, manifest, folder, stem + suffixes[Kind(manifest.kind)]) for manifest in wanted]
+
+
+@main.command()
+@_request_options
+@_json_option
+def key(*, as_json: bool, **given: Any) -> None:
+    """Print the key of MODEL's engine; the store is not touched."""
+    with _manager({**given, "stores": ("memory://",)}) as manager:
+        found = manager.key(given["model"], **_fields(given))
+    if as_json:
+        click.echo(json.dumps({"digest": found.digest, "name": found.name, "parts": dict(found.parts)}))
+    else:
+        click.echo(f"{found.digest}  {found.name}")
+        for part, value in sorted(found.parts.items()):
+            click.echo(f"  {part}: {json.dumps(value) if not isinstance(value, str) else value}")
+
+
+@main.command()
+@_request_options
+@_store_option
+@_json_option
+@click.option("--nearest", type=int, default=3, show_default=True, help="How many stored entries to compare with.")
+def explain(*, as_json: bool, nearest: int, **given: Any) -> None:
+    """Say whether MODEL's engine is stored, and if not, which entry comes nearest and why it does not fit."""
+    with _manager(given) as manager:
+        found = manager.explain(given["model"], nearest=nearest, **_fields(given))
+    click.echo(json.dumps(found.to_json()) if as_json else str(found))
+    if not found.hit:
+        raise SystemExit(EXIT_MISS)
+
+
+@main.command("ls")
+@_store_option
+@_json_option
+@click.option("--kind", type=click.Choice([kind.value for kind in Kind]), default=None, help="Only this kind of entry.")
+def list_entries(*, stores: tuple[str, ...], as_json: bool, kind: str | None) -> None:
+    """List what is stored."""
+    kinds = [Kind(kind)] if kind else list(Kind)
+    with open_store(_open(stores)) as store:
+        found = [manifest for one in kinds for manifest in stored_manifests(store, one)]
+    if as_json:
+        click.echo(json.dumps([_summary(manifest) for manifest in found]))
+        return
+    for manifest in found:
+        made = manifest.provenance
+        click.echo(
+            f"{manifest.key[:12]}  {manifest.kind:11}  {_bytes(manifest.size):>10}  {_date(made.created)}  "
+            f"{made.build_seconds:7.1f} s  {made.library or '-':12}  {manifest.labels.entry or '-'}"
+        )
+    click.echo(f"{len(found)} entries, {_bytes(sum(manifest.size for manifest in found))}")
+
+
+@main.command()
+@click.argument("key_or_name")
+@_store_option
+@_json_option
+def show(*, key_or_name: str, stores: tuple[str, ...], as_json: bool) -> None:
+    """Show one entry: its KEY (or the beginning of it) or its name."""
+    with open_store(_open(stores)) as store:
+        manifest = _find(store, key_or_name)
+    if as_json:
+        click.echo(json.dumps(manifest.to_json()))
+        return
+    made = manifest.provenance
+    rows = {
+        "key": manifest.key, "kind": manifest.kind, "name": manifest.labels.entry, "model": manifest.labels.model,
+        "version": manifest.labels.version, "size": _bytes(manifest.size), "built": _date(made.created),
+        "build time": f"{made.build_seconds:.2f} s", "library": made.library, "built on": made.host, "built by": made.creator,
+    }  # fmt: skip
+    for name, value in rows.items():
+        click.echo(f"{name:12} {value or '-'}")
+    for title, table in (
+        ("key parts", manifest.parts),
+        ("target", made.target),
+        ("effective configuration", made.config),
+        ("more", manifest.extra),
+    ):
+        if table:
+            click.echo(f"{title}:")
+            for part, value in sorted(table.items()):
+                click.echo(f"  {part}: {value if isinstance(value, str) else json.dumps(value)}")
+    for blob in manifest.blobs:
+        click.echo(f"payload {blob.role}: {blob.digest}, {_bytes(blob.size)}")
+    for warning in made.warnings:
+        click.echo(f"warning: {warning}")
+
+
+@main.command()
+@_store_option
+@_json_option
+@click.option("--quarantine", is_flag=True, help="Set damaged entries aside.")
+def verify(*, stores: tuple[str, ...], as_json: bool, quarantine: bool) -> None:
+    """Read every entry and check its bytes; exit with code 4 if any is damaged."""
+    good, bad = 0, []
+    with open_store(_open(stores)) as store:
+        for kind in Kind:
+            for entry in store.entries(kind):
+                try:
+                    manifest = store.manifest(kind, entry.digest)
+                    for blob in manifest.blobs if manifest else ():
+                        store.fetch(blob, rehash=True).close()
+                except IntegrityError as error:
+                    bad.append(
+                        {"kind": kind.value, "key": entry.digest, "reason": error.reason, "message": error.message}
+                    )
+                    if quarantine:
+                        store.quarantine(kind, entry.digest, error)
+                else:
+                    good += 1
+    if as_json:
+        click.echo(json.dumps({"good": good, "damaged": bad}))
+    else:
+        for row in bad:
+            click.echo(f"damaged: {row['kind']}/{row['key'][:12]}: {row['message']}")
+        click.echo(f"{good} good, {len(bad)} damaged")
+    if bad:
+        raise SystemExit(EXIT_DAMAGED)
+
+
+# ---- showing ----------------------------------------------------------------------------------------------------
+
+
+def _find(store: Store, key_or_name: str) -> Manifest:
+    matches = [
+        manifest
+        for kind in Kind
+        for manifest in stored_manifests(store, kind)
+        if manifest.key.startswith(key_or_name.lower()) or key_or_name in {manifest.labels.entry, manifest.labels.name}
+    ]
+    if len(matches) == 1:
+        return matches[0]
+    if not matches:
+        raise MissError(
+            f"Nothing stored in {store.url} is called {key_or_name!r} or has a key that begins so; see trt-warmcache ls."
+        )
+    raise ConfigError(
+        f"{key_or_name!r} means several entries: {', '.join(manifest.key[:12] for manifest in matches[:5])}; give more of the key."
+    )
+
+
+def _summary(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "key": manifest.key,
+        "kind": manifest.kind,
+        "name": manifest.labels.entry,
+        "model": manifest.labels.model,
+        "version": manifest.labels.version,
+        "size": manifest.size,
+        "created": manifest.provenance.created,
+        "build_seconds": manifest.provenance.build_seconds,
+        "library": manifest.provenance.library,
+        "parts": manifest.parts,
+    }
+
+
+def _engine_json(engine: Engine) -> dict[str, Any]:
+    return {
+        "outcome": engine.outcome.value,
+        "key": engine.key.digest,
+        "name": engine.key.name,
+        "size": engine.plan.nbytes,
+        "stored": engine.stored,
+        "publish_error": None if engine.publish_error is None else engine.publish_error.message,
+        "timings": dict(engine.timings),
+    }
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    raise AssertionError  # the loop always returns
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M") if seconds else "-"
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Callable[[Event], None]]:
+    """A hook that shows a build: a bar on a terminal, a few plain lines elsewhere, nothing for programs."""
+    if quiet:
+        yield lambda _event: None
+        return
+    if not sys.stderr.isatty():
+        yield _plain_progress
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(event: Event) -> None:
+            if event.kind is not EventKind.BUILD_PROGRESS:
+                return
+            phase, total = event.detail["phase"], event.detail["total"]
+            if phase not in tasks:
+                indent = "  " if event.detail["parent"] else ""
+                tasks[phase] = bars.add_task(indent + phase, total=total)
+            bars.update(tasks[phase], completed=event.detail["step"], total=total)
+            if event.detail["parent"] and event.detail["step"] >= total:
+                bars.remove_task(tasks.pop(phase))
+
+        yield show
+
+
+_TOLD = {
+    EventKind.BUILD_START,
+    EventKind.BUILD_SLOW,
+    EventKind.BUILD_END,
+    EventKind.WAIT,
+    EventKind.QUARANTINED,
+    EventKind.WARNING,
+}
+
+
+def _plain_progress(event: Event) -> None:
+    if event.kind in _TOLD:
+        seconds = "" if event.seconds is None else f" ({event.seconds:.1f} s)"
+        click.echo(
+            f"{event.kind.value.replace('_', ' ')}: {event.detail.get('text') or event.label}{seconds}", err=True
+        )

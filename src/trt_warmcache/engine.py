@@ -1,0 +1,76 @@
+"""What a caller gets: a plan with its provenance, and the way it was come by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from trt_warmcache.errors import StoreError
+from trt_warmcache.keys import EngineKey
+from trt_warmcache.manifest import Manifest
+from trt_warmcache.stores import Payload
+
+__all__ = ["Engine", "Outcome"]
+
+
+class Outcome(str, Enum):
+    """How an engine was come by."""
+
+    HIT = "hit"
+    """It was stored."""
+    JOINED = "joined"
+    """Somebody else built it while this caller waited."""
+    BUILT = "built"
+    """This caller built it."""
+    COVERED = "covered"
+    """A stored engine with a wider profile serves instead."""
+
+    __str__ = str.__str__
+
+
+@dataclass(eq=False)
+class Engine:
+    """A serialized engine, ready to be loaded.
+
+    Attributes:
+        outcome: How it was come by.
+        key: Its identity; with outcome COVERED that of the wider engine.
+        manifest: What its entry claims.
+        timings: Seconds per stage of this call: ``hash``, ``lookup``, ``wait``, ``build``, ``publish``, ``verify``.
+        stored: Whether an entry exists for it now.
+        publish_error: Why it could not be stored, where it was built and could not.
+    """
+
+    outcome: Outcome
+    key: EngineKey
+    manifest: Manifest
+    timings: Mapping[str, float]
+    stored: bool = True
+    publish_error: StoreError | None = None
+    _payload: Payload = field(repr=False, kw_only=True)
+    _load: Callable[[Engine], Any] = field(repr=False, kw_only=True)
+
+    @property
+    def plan(self) -> memoryview:
+        """The plan: read-only, and mapped from the file where the store is local."""
+        return self._payload.view
+
+    def deserialize(self) -> Any:
+        """An ``ICudaEngine``; needs a GPU that the plan fits.
+
+        Raises:
+            IncompatibleError: This machine cannot run the plan; the message says why.
+        """
+        return self._load(self)
+
+    def close(self) -> None:
+        """Unmap the plan. Views of it that you still hold keep it alive; closing twice is fine."""
+        self._payload.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

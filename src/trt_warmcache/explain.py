@@ -1,0 +1,150 @@
+"""Why a request hits or misses: the nearest stored entries, and the parts in which they differ."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from trt_warmcache.errors import IntegrityError
+from trt_warmcache.keys import Difference, EngineKey, Kind, differences
+from trt_warmcache.manifest import Manifest
+from trt_warmcache.profiles import ShapeProfile, profile_gaps
+from trt_warmcache.stores import Store
+
+__all__ = ["Explanation", "Neighbour", "explain"]
+
+#: The parts that make two requests unrelated when they differ, most telling first; used to rank neighbours.
+_WEIGHT = {"model": 4, "builder.flavour": 3}
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A stored entry that is not the one asked for.
+
+    Attributes:
+        digest: Its key.
+        label: Its readable name.
+        differences: Parts in which it differs from the request.
+        gaps: Where its profiles fall short of the request: input, dimension, asked value and covered range.
+    """
+
+    digest: str
+    label: str
+    differences: tuple[Difference, ...]
+    gaps: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What the store knows about a request.
+
+    Attributes:
+        hit: Whether an entry is stored under exactly this key.
+        key: The request's key.
+        store: Where was looked.
+        nearest: The entries that come closest, closest first.
+        examined: How many entries were compared.
+        damaged: Why the entry under this key cannot be used, or "".
+    """
+
+    hit: bool
+    key: EngineKey
+    store: str
+    nearest: tuple[Neighbour, ...] = ()
+    examined: int = 0
+    damaged: str = ""
+
+    @property
+    def differences(self) -> tuple[Difference, ...]:
+        """The parts in which the nearest entry differs; empty for a hit or an empty store."""
+        return self.nearest[0].differences if self.nearest and not self.hit else ()
+
+    def __str__(self) -> str:
+        what = f"{self.key.name or 'request'} ({self.key.digest[:12]})"
+        if self.hit:
+            return f"Hit: {what} is stored in {self.store}."
+        lines = [
+            f"Miss: {what} is not stored in {self.store}."
+            if not self.damaged
+            else f"Miss: the entry of {what} is damaged: {self.damaged}"
+        ]
+        if not self.nearest:
+            lines.append("No engine is stored there at all." if not self.examined else "")
+        for neighbour in self.nearest:
+            lines.append(
+                f"Nearest: {neighbour.label or 'entry'} ({neighbour.digest[:12]}) differs in {len(neighbour.differences)} part(s):"
+            )
+            lines += [f"  {difference}" for difference in neighbour.differences]
+            lines += [f"  {gap}" for gap in neighbour.gaps]
+        return "\n".join(filter(None, lines))
+
+    def to_json(self) -> dict[str, Any]:
+        """The explanation as plain JSON values."""
+        return {
+            "hit": self.hit,
+            "key": self.key.digest,
+            "name": self.key.name,
+            "store": self.store,
+            "examined": self.examined,
+            "damaged": self.damaged,
+            "nearest": [
+                {
+                    "key": neighbour.digest,
+                    "name": neighbour.label,
+                    "differences": [
+                        {"part": d.part, "wanted": d.wanted, "stored": d.stored} for d in neighbour.differences
+                    ],
+                    "gaps": list(neighbour.gaps),
+                }
+                for neighbour in self.nearest
+            ],
+        }
+
+
+def explain(store: Store, key: EngineKey, *, limit: int = 3) -> Explanation:
+    """Compare a key with everything stored.
+
+    Args:
+        store: Where to look.
+        key: The request's key.
+        limit: How many neighbours to name.
+    """
+    damaged = ""
+    try:
+        if store.manifest(key.kind, key.digest) is not None:
+            return Explanation(hit=True, key=key, store=store.url)
+    except IntegrityError as error:
+        damaged = error.message
+    found = list(stored_manifests(store, key.kind))
+    best = heapq.nsmallest(limit, ((_distance(key, manifest), manifest.key, manifest) for manifest in found))
+    nearest = tuple(_neighbour(key, manifest) for _, _, manifest in best)
+    return Explanation(hit=False, key=key, store=store.url, nearest=nearest, examined=len(found), damaged=damaged)
+
+
+def stored_manifests(store: Store, kind: Kind) -> Iterable[Manifest]:
+    """All readable manifests of a kind; damaged ones, and those that vanish meanwhile, are passed over."""
+    for entry in store.entries(kind):
+        try:
+            manifest = store.manifest(kind, entry.digest)
+        except IntegrityError:
+            continue
+        if manifest is not None:
+            yield manifest
+
+
+def _distance(key: EngineKey, manifest: Manifest) -> int:
+    return sum(_WEIGHT.get(difference.part, 1) for difference in differences(key.parts, manifest.parts))
+
+
+def _neighbour(key: EngineKey, manifest: Manifest) -> Neighbour:
+    found = differences(key.parts, manifest.parts)
+    gaps: tuple[str, ...] = ()
+    if any(difference.part == "profiles" for difference in found):
+        wanted, stored = (
+            tuple(ShapeProfile.from_json(item) for item in parts.get("profiles", ()))
+            for parts in (key.parts, manifest.parts)
+        )
+        gaps = profile_gaps(wanted, stored)
+    return Neighbour(manifest.key, manifest.labels.entry, found, gaps)

@@ -1,0 +1,841 @@
+"""The one place that sees stores and builders together: a request goes in, an engine comes out.
+
+get: resolve ─► look ───────────────────────────────────────────────► HIT
+                 │ nothing there, or damaged (set aside, told)
+                 ▼
+     wait for the lock, looking ────────────────────────────────────► JOINED
+                 ▼
+     timing, calibration ─► build ─► seal ─► publish ─► merge timing ► BUILT
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from trt_warmcache import manifest as manifests
+from trt_warmcache import timing
+from trt_warmcache._version import __version__
+from trt_warmcache.builders import BuildInputs, BuildOutput, EngineBuilder, Progress, select_builder
+from trt_warmcache.engine import Engine, Outcome
+from trt_warmcache.errors import (
+    BuildError,
+    BuildTimeout,
+    ConfigError,
+    IncompatibleError,
+    IntegrityError,
+    MissError,
+    StoreError,
+    WarmCacheError,
+)
+from trt_warmcache.events import EventKind, Events, Hook
+from trt_warmcache.explain import Explanation, explain, stored_manifests
+from trt_warmcache.keys import EngineKey, Kind, engine_key, label_for, timing_key
+from trt_warmcache.manifest import Labels, Manifest, Provenance
+from trt_warmcache.memo import DigestMemo, default_memo_folder
+from trt_warmcache.model import ModelSource, ModelSummary, file_digest
+from trt_warmcache.options import BuildOptions, HardwareCompatibility
+from trt_warmcache.policy import Cover, OnMiss, OnWait, Policy, StoreErrors
+from trt_warmcache.profiles import ShapeProfile, cover_size, covers_all, validate_profiles
+from trt_warmcache.request import EngineRequest, as_request
+from trt_warmcache.singleflight import Heartbeat, SingleFlight, WaitLimits, acquire_or_find
+from trt_warmcache.stores import Payload, Store, open_store
+from trt_warmcache.stores._local import LockUnavailable
+from trt_warmcache.target import Target
+from trt_warmcache.warm import WarmReport, WarmRow
+
+__all__ = ["EngineManager"]
+
+_ROLE = "plan"
+
+_DEFAULT_OPTIONS = BuildOptions()
+_PORTABLE = Target()
+
+
+@dataclass
+class _Call:
+    """One call of `get` on its way: the request made concrete, the clock, and the time spent so far."""
+
+    request: EngineRequest
+    policy: Policy
+    deadline: float | None
+    source: ModelSource
+    profiles: tuple[ShapeProfile, ...]
+    options: BuildOptions
+    target: Target
+    plugins: dict[str, str]
+    key: EngineKey
+    timings: dict[str, float] = field(default_factory=dict)
+    damage: tuple[Kind, str, IntegrityError] | None = None
+
+    @property
+    def label(self) -> str:
+        return self.key.name
+
+    def take_damage(self) -> tuple[Kind, str, IntegrityError] | None:
+        """What the last look found damaged, once."""
+        damage, self.damage = self.damage, None
+        return damage
+
+    def remaining(self) -> float | None:
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    def labels(self) -> Labels:
+        return Labels(
+            name=self.request.name or self.source.stem,
+            version=self.request.version or "",
+            model=self.source.stem,
+            entry=self.key.name,
+        )
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - started
+
+
+class EngineManager:
+    """Gets engines, building each at most once.
+
+    Safe for use by many threads. Cheap to make: neither network nor GPU is touched before the first request.
+
+    Args:
+        store: A folder, an fsspec URL, a :class:`~trt_warmcache.stores.Store`, or a list of them, nearest first.
+        builder: ``"auto"``, ``"tensorrt"``, ``"tensorrt_rtx"``, or an
+            :class:`~trt_warmcache.builders.EngineBuilder`.
+        target: What engines are for. None: for classic TensorRT the GPU found here; for TensorRT-RTX the portable
+            plan, and no GPU is looked for.
+        policy: See :class:`~trt_warmcache.Policy`.
+        hooks: Called with every :class:`~trt_warmcache.Event`.
+        memo: Remembers digests of unchanged files, so that a model is not hashed at every start. None keeps them in
+            the user's cache folder (``$XDG_CACHE_HOME/trt_warmcache/digests``).
+
+    Raises:
+        ConfigError: An argument that cannot be meant.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        *,
+        builder: Any = "auto",
+        target: Target | None = None,
+        policy: Policy | None = None,
+        hooks: Iterable[Hook] = (),
+        memo: DigestMemo | None = None,
+    ) -> None:
+        if target is not None and not isinstance(target, Target):
+            raise ConfigError(f"target must be a Target, not {target!r}.")
+        if policy is not None and not isinstance(policy, Policy):
+            raise ConfigError(f"policy must be a Policy, not {policy!r}.")
+        if isinstance(builder, str) and builder not in {"auto", "tensorrt", "tensorrt_rtx"}:
+            raise ConfigError(
+                f"builder must be 'auto', 'tensorrt', 'tensorrt_rtx' or an EngineBuilder, not {builder!r}."
+            )
+        if not isinstance(builder, (str, EngineBuilder)):
+            raise ConfigError(
+                f"builder must be 'auto', 'tensorrt', 'tensorrt_rtx' or an EngineBuilder, not {builder!r}."
+            )
+        hooks = tuple(hooks)
+        self._recipe = (store, builder, target, policy, hooks)
+        self.policy = policy if policy is not None else Policy()
+        self._memo = (
+            memo if memo is not None else DigestMemo(default_memo_folder(os.environ), strict=self.policy.rehash)
+        )
+        self._events = Events(hooks)
+        self.store: Store = open_store(store, memo=self._memo)
+        self._owns_store = not isinstance(store, Store)
+        self._target = target
+        self._builder_choice = builder
+        self._builder: EngineBuilder | None = None
+        self._detected: Target | None = None
+        self._guard = threading.Lock()
+        self._flights: SingleFlight[Engine] = SingleFlight()
+        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self._background: ThreadPoolExecutor | None = None
+        self._pending: dict[str, Future[Engine]] = {}
+        self._closed = False
+        self._lockless_told = False
+
+    # ---- the public calls -------------------------------------------------------------------------------------
+
+    def get(self, model: Any, **fields: Any) -> Engine:
+        """An engine for a request, built at most once per key across threads, processes and nodes.
+
+        Args:
+            model: A model, or a complete :class:`~trt_warmcache.EngineRequest`.
+            **fields: Fields of the request; see :class:`~trt_warmcache.EngineRequest`.
+
+        Raises:
+            ConfigError: The request cannot be meant, or the builder cannot do what it asks.
+            ModelError: The model cannot be read or is refused by the parser.
+            BuildError: TensorRT gave no engine.
+            BuildTimeout: Waiting or building took longer than allowed.
+            StoreError: The store could not be read. Trouble with storing a finished engine is no error: see
+                ``Engine.publish_error``.
+            MissError: Nothing is stored and the policy forbids building.
+        """
+        call = self._resolve(as_request(model, fields))
+        engine = self._find(call)
+        if engine is not None:
+            return engine
+        if call.policy.on_miss is OnMiss.RAISE:
+            raise MissError(
+                f"No stored engine, and the policy forbids building.\n{self._explained(call)}\nBuild it beforehand with warm() or trt-warmcache build.",
+                key=call.key.digest,
+            )
+        if call.policy.on_miss is OnMiss.FALLBACK:
+            raise MissError(
+                f"No stored engine for {call.label} yet; it is being built in the background. Serve without it, and ask again later.",
+                key=call.key.digest,
+                pending=self._build_in_background(call),
+            )
+        return self._build_once(call)
+
+    def lookup(self, model: Any, **fields: Any) -> Engine | None:
+        """Like :meth:`get`, but never builds: the engine, or None. Errors are raised, not turned into None."""
+        return self._find(self._resolve(as_request(model, fields)))
+
+    def key(self, model: Any, **fields: Any) -> EngineKey:
+        """The key of a request. The store is not touched."""
+        return self._resolve(as_request(model, fields)).key
+
+    def explain(self, model: Any, *, nearest: int = 3, **fields: Any) -> Explanation:
+        """Whether a request would hit, and otherwise which stored entries come nearest and in what they differ.
+
+        Args:
+            model: As for :meth:`get`.
+            nearest: How many entries to compare in detail.
+            **fields: As for :meth:`get`.
+        """
+        return explain(self.store, self._resolve(as_request(model, fields)).key, limit=nearest)
+
+    def warm(
+        self,
+        requests: Iterable[EngineRequest | Any],
+        *,
+        max_workers: int | None = None,
+        executor: Executor | None = None,
+        progress: Callable[[WarmRow], None] | None = None,
+    ) -> WarmReport:
+        """Build or fetch many engines. Never stops at the first failure.
+
+        Args:
+            requests: Requests, or models that need no further fields.
+            max_workers: Threads to use without an `executor`.
+            executor: Any ``concurrent.futures.Executor``, also one whose workers are other processes or hosts; those
+                open the same store by the path or URL given to this manager.
+            progress: Called on this thread with each row as it finishes.
+
+        Returns:
+            One row per request, in order.
+        """
+        asked = [request if isinstance(request, EngineRequest) else EngineRequest(request) for request in requests]
+        rows: list[WarmRow | None] = [None] * len(asked)
+        own = (
+            ThreadPoolExecutor(max_workers or min(4, len(asked) or 1), "trt_warmcache-warm")
+            if executor is None
+            else None
+        )
+        pool = own if own is not None else executor
+        assert pool is not None
+        try:
+            local = isinstance(pool, ThreadPoolExecutor)
+            if not local:
+                self._require_portable()
+            numbers = {
+                (
+                    pool.submit(self._warm_row, request)
+                    if local
+                    else pool.submit(_warm_elsewhere, self._recipe[:4], request)
+                ): number
+                for number, request in enumerate(asked)
+            }
+            for done in as_completed(numbers):
+                number = numbers[done]
+                failure = done.exception()
+                row = done.result() if failure is None else WarmRow.failed(asked[number], failure)
+                rows[number] = row
+                if progress is not None:
+                    progress(row)
+        finally:
+            if own is not None:
+                own.shutdown(wait=True, cancel_futures=True)
+        return WarmReport(tuple(row for row in rows if row is not None))
+
+    async def aget(self, model: Any, **fields: Any) -> Engine:
+        """:meth:`get` for asyncio; the loop is never blocked."""
+        import asyncio
+
+        return await asyncio.to_thread(self.get, model, **fields)
+
+    async def awarm(self, requests: Iterable[EngineRequest | Any], **options: Any) -> WarmReport:
+        """:meth:`warm` for asyncio; the loop is never blocked."""
+        import asyncio
+
+        return await asyncio.to_thread(self.warm, list(requests), **options)
+
+    def counters(self) -> dict[str, int]:
+        """How often each kind of event occurred in this manager."""
+        return self._events.counts()
+
+    def close(self) -> None:
+        """Stop background work and release maps, locks and threads. Idempotent.
+
+        Plans of engines got from this manager are unmapped.
+        """
+        with self._guard:
+            self._closed = True
+            background, self._background = self._background, None
+        if background is not None:
+            background.shutdown(wait=True, cancel_futures=True)
+        for engine in list(self._engines):
+            engine.close()
+        if self._owns_store:
+            self.store.close()
+
+    def __enter__(self) -> EngineManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"EngineManager({self.store.url!r}, builder={self._builder_choice!r})"
+
+    # ---- resolving --------------------------------------------------------------------------------------------
+
+    @property
+    def builder(self) -> EngineBuilder:
+        """The builder in use; chosen when first needed.
+
+        Raises:
+            ConfigError: Nothing fitting is installed.
+        """
+        if self._builder is None:
+            self._builder = select_builder(self._builder_choice, memo=self._memo)
+        return self._builder
+
+    def _resolve(self, request: EngineRequest) -> _Call:
+        if self._closed:
+            raise ConfigError("This manager is closed; make another.")
+        started = time.perf_counter()
+        deadline = None if request.timeout is None else time.monotonic() + request.timeout
+        policy = request.policy or self.policy
+        options = request.options or _DEFAULT_OPTIONS
+        builder = self.builder
+        source = ModelSource.open(request.model, memo=self._memo)
+        version = builder.version()
+        target = self._target_for(request, options)
+        if request.calibration is not None and not builder.capabilities.calibration_table:
+            raise ConfigError(
+                f"{builder.flavour} {version} has no INT8 calibrator: precision comes from the model there. Insert Q/DQ nodes with the calibration table first."
+            )
+        plugins = {path.name: file_digest(path, self._memo) for path in request.plugins}
+        if plugins and not builder.capabilities.plugins:
+            raise ConfigError(f"{builder.flavour} takes no plugin libraries.")
+        profiles, key = _derive(
+            source.summary,
+            source.digest,
+            request.profiles,
+            options,
+            builder.flavour,
+            version,
+            target,
+            tuple(plugins.values()),
+            request.recipe,
+            policy.driver_in_key,
+            request.name or source.stem,
+            request.version,
+        )
+        call = _Call(request, policy, deadline, source, profiles, options, target, plugins, key)
+        call.timings["hash"] = time.perf_counter() - started
+        return call
+
+    def _target_for(self, request: EngineRequest, options: BuildOptions) -> Target:
+        target = request.target or self._target
+        if target is None:
+            if self.builder.capabilities.needs_gpu:
+                if self._detected is None:
+                    self._detected = Target.detect()
+                target = self._detected
+            else:
+                target = _PORTABLE
+        if self.builder.capabilities.needs_gpu:
+            level = options.hardware_compatibility or HardwareCompatibility.NONE
+            needed = {
+                HardwareCompatibility.NONE: ("gpu", "compute_capability"),
+                HardwareCompatibility.SAME_COMPUTE_CAPABILITY: ("compute_capability",),
+                HardwareCompatibility.AMPERE_PLUS: (),
+            }[level]
+            missing = [name for name in needed if getattr(target, name) is None]
+            if missing:
+                raise ConfigError(
+                    f"The target must say {' and '.join(missing)}: use Target.detect(), or spell them out."
+                )
+        return target
+
+    # ---- looking ----------------------------------------------------------------------------------------------
+
+    def _find(self, call: _Call) -> Engine | None:
+        """A stored engine for the call: exact, or wider where the policy allows. Emits hit or miss."""
+        engine = self._look(call, Outcome.HIT)
+        if engine is None and (call.policy.cover is Cover.WIDER or call.policy.on_miss is OnMiss.FALLBACK):
+            with call.stage("lookup"):
+                engine = self._look_wider(call)
+        if engine is None:
+            self._events.emit(EventKind.MISS, key=call.key.digest, label=call.label)
+        return engine
+
+    def _look(self, call: _Call, outcome: Outcome) -> Engine | None:
+        """The engine stored under the call's own key, verified; None where there is none to be used."""
+        kind, digest = call.key.kind, call.key.digest
+        started = time.perf_counter()
+        try:
+            manifest = self.store.manifest(kind, digest)
+            looked = time.perf_counter()
+            call.timings["lookup"] = call.timings.get("lookup", 0.0) + looked - started
+            if manifest is None:
+                return None
+            engine = self._open(call, call.key, manifest, outcome)
+        except IntegrityError as error:
+            call.damage = (kind, digest, error)
+            return None
+        except StoreError as error:
+            self._events.emit(
+                EventKind.STORE_ERROR, key=digest, label=call.label, reason=error.reason.value, text=error.message
+            )
+            if call.policy.store_errors is StoreErrors.RAISE:
+                raise
+            return None
+        call.timings["verify"] = time.perf_counter() - looked
+        self._events.emit(EventKind(outcome.value), key=digest, label=call.label)
+        return engine
+
+    def _open(self, call: _Call, key: EngineKey, manifest: Manifest, outcome: Outcome) -> Engine:
+        payload = self.store.fetch(manifest.blob(_ROLE), rehash=call.policy.rehash)
+        try:
+            self._check_plan(payload.view)
+        except BaseException:
+            payload.close()
+            raise
+        return self._engine(call, key, manifest, payload, outcome)
+
+    def _check_plan(self, plan: memoryview) -> None:
+        try:
+            self.builder.check_plan(plan)
+        except IncompatibleError as error:
+            # The key says that the plan is for this very library; bytes that say otherwise are not what they claim.
+            raise IntegrityError(f"The stored plan contradicts its key: {error.message}", reason="header") from error
+
+    def _engine(self, call: _Call, key: EngineKey, manifest: Manifest, payload: Payload, outcome: Outcome) -> Engine:
+        engine = Engine(
+            outcome, key, manifest, call.timings, _payload=payload, _load=lambda engine: self._load(call, engine)
+        )
+        self._engines.add(engine)
+        return engine
+
+    def _look_wider(self, call: _Call) -> Engine | None:
+        wanted = {part: value for part, value in call.key.parts.items() if part != "profiles"}
+        candidates = []
+        for manifest in stored_manifests(self.store, Kind.ENGINE):
+            parts = dict(manifest.parts)
+            stored = tuple(ShapeProfile.from_json(profile) for profile in parts.pop("profiles", ()))
+            if parts == wanted and stored and covers_all(stored, call.profiles):
+                candidates.append((cover_size(stored), manifest.key, manifest))
+        for _, digest, manifest in sorted(candidates, key=lambda found: found[:2]):
+            key = EngineKey(Kind.ENGINE, manifest.parts, manifest.labels.entry)
+            try:
+                engine = self._open(call, key, manifest, Outcome.COVERED)
+            except IntegrityError as error:
+                self._quarantine(call, Kind.ENGINE, digest, error)
+                continue
+            self._events.emit(EventKind.COVERED, key=digest, label=call.label)
+            return engine
+        return None
+
+    def _explained(self, call: _Call) -> str:
+        try:
+            return str(explain(self.store, call.key))
+        except StoreError as error:
+            return f"(The store could not be searched for the nearest entry: {error.message})"
+
+    def _quarantine(self, call: _Call, kind: Kind, digest: str, error: IntegrityError) -> None:
+        if error.reason == "format":
+            text = error.message  # another release's entry: not ours to judge
+            self._events.emit(EventKind.WARNING, key=digest, label=call.label, reason="format", text=text)
+            return
+        self._events.emit(EventKind.QUARANTINED, key=digest, label=call.label, reason=error.reason, text=error.message)
+        try:
+            self.store.quarantine(kind, digest, error)
+        except StoreError as denied:
+            self._events.emit(
+                EventKind.STORE_ERROR, key=digest, label=call.label, reason=denied.reason.value, text=denied.message
+            )
+
+    # ---- building ---------------------------------------------------------------------------------------------
+
+    def _build_once(self, call: _Call) -> Engine:
+        leader, joined = self._flights.run(
+            call.key.digest, lambda: self._build_or_join(call), timeout=lambda: self._wait_limit(call)
+        )
+        if not joined:
+            return leader
+        # Another thread's engine may be closed by its owner, so this caller gets one of its own.
+        engine = self._look(call, Outcome.JOINED) if leader.stored else None
+        if engine is None:
+            payload = Payload(leader.plan)
+            engine = self._engine(call, leader.key, leader.manifest, payload, Outcome.JOINED)
+            engine.stored, engine.publish_error = leader.stored, leader.publish_error
+            self._events.emit(EventKind.JOINED, key=call.key.digest, label=call.label)
+        return engine
+
+    def _wait_limit(self, call: _Call) -> float:
+        remaining = call.remaining()
+        return call.policy.wait_seconds if remaining is None else min(remaining, call.policy.wait_seconds)
+
+    def _build_or_join(self, call: _Call) -> Engine:
+        """The part that at most one thread of this process runs per key: wait for the lock, or for the engine."""
+        lock = self.store.lock(call.key.digest)
+        if lock is None:
+            return self._build_and_publish(call)
+        try:
+            with call.stage("wait"):
+                found = acquire_or_find(lock, lambda: self._look(call, Outcome.JOINED), self._limits(call))
+        except LockUnavailable as error:
+            self._tell_lockless(call, error)
+            return self._build_and_publish(call)
+        except StoreError as error:
+            # A folder that cannot even hold a lock file cannot hold the engine either; publishing will say so.
+            self._events.emit(
+                EventKind.LOCK_UNAVAILABLE,
+                key=call.key.digest,
+                label=call.label,
+                reason=error.reason.value,
+                text=error.message,
+            )
+            return self._build_and_publish(call)
+        except BuildTimeout:
+            if call.policy.on_wait is OnWait.RAISE or call.remaining() == 0:
+                raise
+            return self._build_and_publish(call)
+        if found is not None:
+            return found
+        try:
+            # Between the last look and the lock somebody may have finished; and damage is judged only here, where
+            # no writer of this key can be at work.
+            call.take_damage()
+            engine = self._look(call, Outcome.JOINED)
+            if engine is not None:
+                return engine
+            damage = call.take_damage()
+            if damage is not None:
+                self._quarantine(call, *damage)
+            return self._build_and_publish(call)
+        finally:
+            lock.release()
+
+    def _limits(self, call: _Call) -> WaitLimits:
+        def told(waited: float, owner: str) -> None:
+            text = f"waiting for {call.label}: {owner or 'another process'} has been building it for at least {waited:.0f} s"
+            self._events.emit(
+                EventKind.WAIT, key=call.key.digest, label=call.label, seconds=waited, text=text, owner=owner
+            )
+
+        return WaitLimits(self._wait_limit(call), max(call.policy.slow_build_seconds, 0.01), told)
+
+    def _tell_lockless(self, call: _Call, error: StoreError) -> None:
+        if not self._lockless_told:
+            self._lockless_told = True
+            self._events.emit(EventKind.LOCK_UNAVAILABLE, key=call.key.digest, label=call.label, text=error.message)
+
+    def _build_and_publish(self, call: _Call) -> Engine:
+        stored_timing, timings_key = None, None
+        if self.builder.capabilities.timing_cache:
+            timings_key = timing_key(flavour=self.builder.flavour, version=self.builder.version(), target=call.target)
+            stored_timing = timing.load(self.store, timings_key, self._events)
+        started_at = time.time()
+        with call.stage("build"):
+            output = self._build(call, None if stored_timing is None else stored_timing.data)
+        provenance = self._provenance(call, output, started_at)
+        plan = memoryview(output.plan).cast("B").toreadonly()
+        with call.stage("publish"):
+            ref = manifests.describe_blob(_ROLE, plan)
+            manifest = manifests.seal(call.key, (ref,), provenance=provenance, labels=call.labels())
+            engine = self._publish(call, manifest, plan)
+            if timings_key is not None and output.timing is not None:
+                timing.publish(
+                    self.store,
+                    timings_key,
+                    self.builder,
+                    output.timing,
+                    stored_timing,
+                    provenance=provenance,
+                    labels=Labels(entry=timings_key.name),
+                    events=self._events,
+                )
+        return engine
+
+    def _build(self, call: _Call, timing_blob: bytes | None) -> BuildOutput:
+        policy, key = call.policy, call.key.digest
+        limit = policy.build_seconds
+        started = time.monotonic()
+
+        def checkpoint() -> None:
+            spent = time.monotonic() - started
+            if limit is not None and spent > limit:
+                raise BuildTimeout(
+                    f"Building {call.label} took longer than the {limit:g} s that the policy allows.", waited=spent
+                )
+            if call.remaining() == 0:
+                raise BuildTimeout(
+                    f"Building {call.label} ran into the request's timeout of {call.request.timeout:g} s.", waited=spent
+                )
+            if self._closed:
+                raise BuildError(f"The manager was closed while {call.label} was being built.")
+
+        def on_progress(step: Progress) -> None:
+            self._events.emit(
+                EventKind.BUILD_PROGRESS, key=key, label=call.label, seconds=time.monotonic() - started,
+                phase=step.phase, parent=step.parent, step=step.step, total=step.total,
+            )  # fmt: skip
+
+        def slow(spent: float) -> None:
+            self._events.emit(
+                EventKind.BUILD_SLOW, key=key, label=call.label, seconds=spent, text=f"still building {call.label}"
+            )
+
+        inputs = BuildInputs(
+            model=call.source,
+            network_name=f"trtwc-{key[:16]}",
+            profiles=call.profiles,
+            options=call.options,
+            target=call.target,
+            timing=timing_blob,
+            plugins=call.request.plugins,
+            on_progress=on_progress,
+            checkpoint=checkpoint,
+        )
+        self.builder.check(call.options, call.target)
+        self._warn_if_not_writable(call)
+        self._events.emit(EventKind.BUILD_START, key=key, label=call.label)
+        try:
+            checkpoint()
+            with Heartbeat(max(policy.slow_build_seconds, 0.01), slow):
+                output = self.builder.build(inputs)
+            self._check_output(call, output)
+            call.source.verify_unchanged()
+        except BaseException as error:
+            self._events.emit(
+                EventKind.BUILD_FAILED,
+                key=key,
+                label=call.label,
+                seconds=time.monotonic() - started,
+                text=f"{call.label}: {error}",
+            )
+            if isinstance(error, (WarmCacheError, KeyboardInterrupt, SystemExit, MemoryError)):
+                raise
+            raise BuildError(f"The builder failed with {type(error).__name__}: {error}") from error
+        self._events.emit(EventKind.BUILD_END, key=key, label=call.label, seconds=time.monotonic() - started)
+        self._tell_version_conflict(call)
+        return output
+
+    def _check_output(self, call: _Call, output: Any) -> None:
+        if not isinstance(output, BuildOutput):
+            raise BuildError(
+                f"The builder {type(self.builder).__name__} returned {type(output).__name__} instead of a BuildOutput."
+            )
+        try:
+            size = memoryview(output.plan).nbytes
+        except TypeError as error:
+            raise BuildError(
+                f"The builder returned a plan that is no buffer but {type(output.plan).__name__}."
+            ) from error
+        if size == 0:
+            raise BuildError("The builder returned an empty plan.")
+        for fact in ("compute_capability", "gpu"):
+            built, wanted = output.target.get(fact), getattr(call.target, fact)
+            if built is not None and wanted is not None and built != wanted:
+                raise BuildError(
+                    f"The engine was asked for {fact} {wanted} and built on {built}; it is not stored. Build it on the machine it is for."
+                )
+
+    def _warn_if_not_writable(self, call: _Call) -> None:
+        if not self.store.capabilities.writable:
+            self._events.emit(
+                EventKind.WARNING, key=call.key.digest, label=call.label, reason="read-only",
+                text=f"{call.label} is built now and cannot be stored: {self.store.url} is not writable",
+            )  # fmt: skip
+
+    def _tell_version_conflict(self, call: _Call) -> None:
+        look = getattr(self.builder, "version_conflict", None)
+        conflict = look() if look is not None else None
+        if conflict is not None:
+            bindings, library = conflict
+            self._events.emit(
+                EventKind.VERSION_CONFLICT, key=call.key.digest, label=call.label, bindings=bindings, library=library,
+                text=f"the bindings are version {bindings}, the library loaded in this process is {library}; keys use the latter",
+            )  # fmt: skip
+
+    def _provenance(self, call: _Call, output: BuildOutput, started_at: float) -> Provenance:
+        return Provenance(
+            created=started_at,
+            build_seconds=call.timings["build"],
+            creator=f"trt_warmcache {__version__}",
+            host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
+            library=output.library or self.builder.version(),
+            target={**call.target.to_json(), **output.target},
+            config=dict(output.config),
+            warnings=output.warnings,
+            plugins=call.plugins,
+            model_bytes=call.source.total_bytes,
+        )
+
+    def _publish(self, call: _Call, manifest: Manifest, plan: memoryview) -> Engine:
+        key = call.key
+        try:
+            current = self.store.publish(manifest, {_ROLE: plan})
+            if current != manifest:
+                # Somebody built the same without seeing our lock. Theirs stays, and everybody uses one plan.
+                self._events.emit(EventKind.PUBLISH_LOST, key=key.digest, label=call.label)
+                return self._open(call, key, current, Outcome.BUILT)
+            # A store may accept writes and drop them; only a look of its own tells.
+            if self.store.manifest(key.kind, key.digest) is None:
+                raise StoreError(  # noqa: TRY301  handled like any other failure to store
+                    f"{self.store.url} accepted the entry and does not show it; every start will build again. Check the store.",
+                    store=self.store.url,
+                )
+        except StoreError as error:
+            self._events.emit(
+                EventKind.PUBLISH_FAILED,
+                key=key.digest,
+                label=call.label,
+                reason=error.reason.value,
+                text=error.message,
+            )
+            engine = self._engine(call, key, manifest, Payload(plan), Outcome.BUILT)
+            engine.stored, engine.publish_error = False, error
+            return engine
+        except IntegrityError as error:
+            self._quarantine(call, key.kind, key.digest, error)
+            engine = self._engine(call, key, manifest, Payload(plan), Outcome.BUILT)
+            engine.stored = False
+            return engine
+        self._events.emit(EventKind.PUBLISHED, key=key.digest, label=call.label)
+        return self._engine(call, key, manifest, Payload(plan), Outcome.BUILT)
+
+    def _build_in_background(self, call: _Call) -> Future[Engine]:
+        with self._guard:
+            if self._background is None:
+                self._background = ThreadPoolExecutor(1, "trt_warmcache-build")
+            pending = self._pending.get(call.key.digest)
+            if pending is None or pending.done():
+                pending = self._background.submit(self._build_once, call)
+                self._pending[call.key.digest] = pending
+        return pending
+
+    # ---- running ----------------------------------------------------------------------------------------------
+
+    def _load(self, call: _Call, engine: Engine) -> Any:
+        """Deserialize; an entry that turns out to be unusable is set aside and built anew, once."""
+        try:
+            return self.builder.deserialize(engine.plan)
+        except IntegrityError as error:
+            first: WarmCacheError = error
+        except IncompatibleError as error:
+            if not error.about_plan:
+                raise  # the machine's fault: no driver, no memory, another GPU. The entry may be fine elsewhere.
+            first = error
+        if engine.outcome is Outcome.BUILT or call.policy.on_miss is not OnMiss.BUILD:
+            raise first
+        self._quarantine(call, engine.key.kind, engine.key.digest, IntegrityError(first.message, reason="rejected"))
+        fresh = self._build_once(call)
+        try:
+            return self.builder.deserialize(fresh.plan)
+        except (IncompatibleError, IntegrityError) as second:
+            self._events.emit(
+                EventKind.INEFFECTIVE,
+                key=call.key.digest,
+                label=call.label,
+                text=f"{call.label} was rejected, rebuilt, and rejected again",
+            )
+            raise IncompatibleError(
+                f"The stored plan was rejected ({first.message}), and so was one built anew ({second.message})."
+            ) from second
+
+    # ---- other processes --------------------------------------------------------------------------------------
+
+    def _warm_row(self, request: EngineRequest) -> WarmRow:
+        started = time.perf_counter()
+        engine = self.get(request)
+        try:
+            return WarmRow.done(request, engine, time.perf_counter() - started)
+        finally:
+            engine.close()
+
+    def _require_portable(self) -> None:
+        store = self._recipe[0]
+        stores = store if isinstance(store, (list, tuple)) else [store]
+        if any(isinstance(one, Store) for one in stores):
+            raise ConfigError(
+                "Workers in other processes open the store themselves: give the manager a path or URL instead of a Store object."
+            )
+
+
+@lru_cache(maxsize=256)
+def _derive(
+    summary: ModelSummary,
+    model: str,
+    asked: tuple[ShapeProfile, ...],
+    options: BuildOptions,
+    flavour: str,
+    version: str,
+    target: Target,
+    plugins: tuple[str, ...],
+    recipe: str | None,
+    driver_in_key: bool,
+    model_name: str,
+    model_version: str | None,
+) -> tuple[tuple[ShapeProfile, ...], EngineKey]:
+    """Validated profiles and key of a request. Pure, so a service that asks again gets them at once."""
+    profiles = validate_profiles(asked, summary)
+    name = label_for(
+        model_name=model_name,
+        version=model_version,
+        model=model,
+        target=target,
+        profiles=profiles,
+        shapes=[tensor.dims or () for tensor in summary.inputs],
+    )
+    key = engine_key(
+        model=model,
+        profiles=profiles,
+        options=options,
+        flavour=flavour,
+        version=version,
+        target=target,
+        plugins=plugins,
+        recipe=recipe,
+        driver_in_key=driver_in_key,
+        name=name,
+    )
+    return profiles, key
+
+
+def _warm_elsewhere(recipe: Sequence[Any], request: EngineRequest) -> WarmRow:
+    """One row of `warm` in a worker process, with a manager of its own over the same store."""
+    store, builder, target, policy = recipe
+    with EngineManager(store, builder=builder, target=target, policy=policy) as manager:
+        return manager._warm_row(request)

@@ -1,0 +1,99 @@
+"""A builder that builds nothing real, quickly, and counts."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from trt_warmcache.builders import BuilderCapabilities, BuildInputs, BuildOutput, Progress
+from trt_warmcache.errors import BuildError
+from trt_warmcache.options import BuildOptions
+from trt_warmcache.target import Target
+
+__all__ = ["FakeBuilder"]
+
+
+@dataclass
+class FakeBuilder:
+    """An :class:`~trt_warmcache.EngineBuilder` for tests.
+
+    Its plan is text made of everything that goes into a build, so that equal inputs give equal plans and nothing else
+    does.
+
+    Attributes:
+        flavour: Part of every key.
+        library: What :meth:`version` answers.
+        seconds: How long a build takes.
+        steps: Progress steps per build; the builder can be cancelled at each.
+        size: Least size of a plan, in bytes.
+        error: Raised by every build, if set.
+        on_build: Called at the start of every build with its inputs.
+        loader: What :meth:`deserialize` does; by default it returns the plan's text as a dictionary.
+        builds: How many builds have begun.
+    """
+
+    flavour: str = "fake"
+    library: str = "1.0.0"
+    seconds: float = 0.0
+    steps: int = 4
+    size: int = 0
+    error: BaseException | None = None
+    on_build: Callable[[BuildInputs], None] | None = None
+    loader: Callable[[memoryview], Any] | None = None
+    capabilities: BuilderCapabilities = BuilderCapabilities(progress=True, compute_capabilities=True, plugins=True)
+    builds: int = 0
+    _guard: Any = field(default_factory=threading.Lock, repr=False)
+
+    def version(self) -> str:
+        """The version it was given."""
+        return self.library
+
+    def check(self, options: BuildOptions, target: Target) -> None:
+        """Accepts everything."""
+
+    def build(self, inputs: BuildInputs) -> BuildOutput:
+        """Pretend to build."""
+        with self._guard:
+            self.builds += 1
+        if self.on_build is not None:
+            self.on_build(inputs)
+        for step in range(self.steps):
+            inputs.checkpoint()
+            inputs.on_progress(Progress("Building engine", None, step, self.steps))
+            time.sleep(self.seconds / self.steps)
+        if self.error is not None:
+            raise self.error
+        document = {
+            "model": inputs.model.digest,
+            "network": inputs.network_name,
+            "profiles": [profile.to_json() for profile in inputs.profiles],
+            "options": inputs.options.to_json(),
+            "target": inputs.target.to_json(),
+            "calibration": None if inputs.calibration is None else inputs.calibration.decode(),
+        }
+        plan = b"fakeplan" + json.dumps(document, sort_keys=True).encode()
+        timing = None
+        if self.capabilities.timing_cache:
+            timing = self.merge_timing(f"{inputs.network_name}\n".encode(), inputs.timing or b"")
+        return BuildOutput(plan=plan.ljust(self.size, b" "), library=self.library, timing=timing)
+
+    def check_plan(self, plan: memoryview) -> None:
+        """Accepts everything; digests guard the tests."""
+
+    def deserialize(self, plan: memoryview) -> Any:
+        """The plan's text as a dictionary, or what `loader` makes of it."""
+        if self.loader is not None:
+            return self.loader(plan)
+        return json.loads(bytes(plan)[len(b"fakeplan") :])
+
+    def merge_timing(self, newer: bytes, older: bytes) -> bytes:
+        """Union of two caches of one entry per line; refuses anything that is not ASCII lines."""
+        try:
+            lines = {line for blob in (older, newer) for line in blob.decode("ascii").splitlines() if line}
+        except UnicodeDecodeError as error:
+            raise BuildError("not a timing cache of this builder") from error
+        return "".join(f"{line}\n" for line in sorted(lines)).encode()
