@@ -746,6 +746,25 @@ def test_nothing_is_printed(root: Path, model: Path, capfd: pytest.CaptureFixtur
     assert captured.err == ""
 
 
+def test_warnings_are_not_printed_either(root: Path, model: Path) -> None:
+    """An application that configures no logging sees nothing on standard error, not even of a failed build."""
+    code = """
+import sys
+import trt_warmcache as twc
+from trt_warmcache.testing import FakeBuilder
+manager = twc.EngineManager(sys.argv[1], builder=FakeBuilder(error=twc.BuildError("no")), memo=twc.DigestMemo(None))
+try:
+    manager.get(sys.argv[2], profiles={"x": "2x4"})
+except twc.BuildError:
+    pass
+"""
+    import subprocess
+    import sys
+
+    done = subprocess.run([sys.executable, "-c", code, root, model], capture_output=True, check=True)
+    assert (done.stdout, done.stderr) == (b"", b"")
+
+
 @pytest.mark.parametrize("stage", ["lookup", "build", "publish", "verify"])
 def test_time_is_booked_where_it_was_spent(model: Path, stage: str) -> None:
     """A delay in one stage shows in that stage's seconds and in no other's."""
