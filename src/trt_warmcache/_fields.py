@@ -6,14 +6,21 @@ import functools
 import inspect
 from collections.abc import Iterable
 from enum import Enum
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trt_warmcache.errors import ConfigError, UnknownFieldError
+
+if TYPE_CHECKING:
+    import os
 
 _T = TypeVar("_T")
 _E = TypeVar("_E", bound=Enum)
 
-__all__ = ["nearest_name", "strict_fields", "to_enum"]
+__all__ = ["LARGEST_INT", "nearest_name", "printable", "strict_fields", "to_enum", "user_path"]
+
+#: Largest whole number that every reader of a manifest, and TensorRT, can hold.
+LARGEST_INT = 2**63 - 1
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
@@ -44,8 +51,21 @@ def strict_fields(cls: type[_T]) -> type[_T]:
                 raise unknown_field(cls.__name__, name, known)
         original(self, *args, **kwargs)
 
-    cls.__init__ = init  # type: ignore[method-assign]
+    cls.__init__ = init  # type: ignore[method-assign, assignment]
     return cls
+
+
+def printable(text: str) -> str:
+    """The text with lone surrogates, which stand for bytes of file names that are not UTF-8, escaped: JSON has none."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def user_path(path: str | os.PathLike[str]) -> Path:
+    """A path with ``~`` expanded where it stands for a home folder; a file may also just be called ``~x``."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
 
 
 def to_enum(kind: type[_E], value: object, field: str) -> _E:
