@@ -27,8 +27,9 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """The known name that `name` is most likely a slip of, or None."""
     import difflib  # only errors need it, and it is not free to import
 
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return close[0] if close else None
+    folded = {candidate.lower(): candidate for candidate in known}
+    close = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.5)
+    return folded[close[0]] if close else None
 
 
 def unknown_field(owner: str, name: str, known: Iterable[str]) -> UnknownFieldError:

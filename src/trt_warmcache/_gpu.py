@@ -119,9 +119,10 @@ def query_gpu(
         cuda = LibCuda()
     if nvml is None:
         try:
-            import pynvml as nvml
+            import pynvml
         except ImportError as error:
             raise ConfigError(f"Detecting the GPU needs NVML's bindings; {_INSTALL_NVML}.") from error
+        nvml = pynvml
     ordinal, uuid = _find(device, cuda, environ)
     try:
         nvml.nvmlInit()

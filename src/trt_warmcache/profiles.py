@@ -220,7 +220,9 @@ def profile_gaps(wanted: Sequence[ShapeProfile], stored: Sequence[ShapeProfile])
     gaps: list[str] = []
     for profile in wanted:
         if not any(have.covers(profile) for have in stored):
-            gaps += min([_shortfalls(profile, have) for have in stored] or [["it has no profile"]], key=len)
+            shortfalls = [_shortfalls(profile, have) for have in stored] or [["it has no profile"]]
+            closest: list[str] = min(shortfalls, key=len)
+            gaps += closest
     return tuple(gaps)
 
 
