@@ -172,9 +172,26 @@ def everywhere_model(location: str = "{}.bin") -> Any:
 
 #: The names of every external tensor in :func:`everywhere_model`.
 EVERYWHERE = frozenset(
-    "attr branch_attr branch_init else_attr function_attr function_preset graphs_init init sparse_attr "
-    "sparse_attr_index sparse_init sparse_init_index sparses_attr sparses_attr_index t0 t1 training_algorithm "
-    "training_init".split()
+    [
+        "attr",
+        "branch_attr",
+        "branch_init",
+        "else_attr",
+        "function_attr",
+        "function_preset",
+        "graphs_init",
+        "init",
+        "sparse_attr",
+        "sparse_attr_index",
+        "sparse_init",
+        "sparse_init_index",
+        "sparses_attr",
+        "sparses_attr_index",
+        "t0",
+        "t1",
+        "training_algorithm",
+        "training_init",
+    ]
 )
 
 

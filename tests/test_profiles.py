@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pickle
-import random
-from typing import Any
 
-import models
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import models
 from trt_warmcache.errors import ConfigError
 from trt_warmcache.onnx_graph import ModelSummary, summarize
 from trt_warmcache.profiles import (
@@ -24,6 +24,9 @@ from trt_warmcache.profiles import (
     profile_gaps,
     validate_profiles,
 )
+
+if TYPE_CHECKING:
+    import random
 
 WIDE = ((1, 3, 64, 64), (4, 3, 80, 80), (8, 3, 96, 96))
 
