@@ -48,7 +48,7 @@ from trt_warmcache.policy import Cover, OnMiss, OnWait, Policy, StoreErrors
 from trt_warmcache.profiles import ShapeProfile, cover_size, covers_all, validate_profiles
 from trt_warmcache.request import EngineRequest, as_request
 from trt_warmcache.singleflight import Heartbeat, SingleFlight, WaitLimits, acquire_or_find
-from trt_warmcache.stores import Payload, Store, open_store
+from trt_warmcache.stores import Lock, Payload, Store, open_store
 from trt_warmcache.stores._local import LockUnavailable
 from trt_warmcache.target import Target
 from trt_warmcache.warm import WarmReport, WarmRow
@@ -192,6 +192,7 @@ class EngineManager:
         if engine is not None:
             return engine
         if call.policy.on_miss is OnMiss.RAISE:
+            self._raise_damage(call)
             raise MissError(
                 f"No stored engine, and the policy forbids building.\n{self._explained(call)}\nBuild it beforehand with warm() or trt-warmcache build.",
                 key=call.key.digest,
@@ -205,8 +206,17 @@ class EngineManager:
         return self._build_once(call)
 
     def lookup(self, model: Any, **fields: Any) -> Engine | None:
-        """Like :meth:`get`, but never builds: the engine, or None. Errors are raised, not turned into None."""
-        return self._find(self._resolve(as_request(model, fields)))
+        """Like :meth:`get`, but never builds: the engine, or None.
+
+        Raises:
+            IntegrityError: There is an entry and it is damaged; it was set aside where the store allows that.
+            StoreError: The store could not be read.
+        """
+        call = self._resolve(as_request(model, fields))
+        engine = self._find(call)
+        if engine is None:
+            self._raise_damage(call)
+        return engine
 
     def key(self, model: Any, **fields: Any) -> EngineKey:
         """The key of a request. The store is not touched."""
@@ -411,7 +421,10 @@ class EngineManager:
                 return None
             engine = self._open(call, call.key, manifest, outcome)
         except IntegrityError as error:
-            call.damage = (kind, digest, error)
+            if error.reason == "format":  # another release's entry: no damage, and not ours to judge
+                self._events.emit(EventKind.WARNING, key=digest, label=call.label, reason="format", text=error.message)
+            else:
+                call.damage = (kind, digest, error)
             return None
         except StoreError as error:
             self._events.emit(
@@ -472,11 +485,30 @@ class EngineManager:
         except StoreError as error:
             return f"(The store could not be searched for the nearest entry: {error.message})"
 
-    def _quarantine(self, call: _Call, kind: Kind, digest: str, error: IntegrityError) -> None:
-        if error.reason == "format":
-            text = error.message  # another release's entry: not ours to judge
-            self._events.emit(EventKind.WARNING, key=digest, label=call.label, reason="format", text=text)
+    def _raise_damage(self, call: _Call) -> None:
+        """Raise what the last look found damaged, if anything, where nobody is going to build it anew."""
+        if call.damage is None:
             return
+        error = call.damage[2]
+        lock = self._try_lock(call)
+        if lock is not None:
+            # Only with the lock: otherwise a builder may just have put a good entry in the damaged one's place.
+            try:
+                call.take_damage()
+                if self._look(call, Outcome.HIT) is None and call.damage is not None:
+                    self._quarantine(call, *call.damage)
+            finally:
+                lock.release()
+        raise error
+
+    def _try_lock(self, call: _Call) -> Lock | None:
+        try:
+            lock = self.store.lock(call.key.digest)
+            return lock if lock is not None and lock.try_acquire() else None
+        except StoreError:
+            return None
+
+    def _quarantine(self, call: _Call, kind: Kind, digest: str, error: IntegrityError) -> None:
         self._events.emit(EventKind.QUARANTINED, key=digest, label=call.label, reason=error.reason, text=error.message)
         try:
             self.store.quarantine(kind, digest, error)
@@ -729,9 +761,11 @@ class EngineManager:
             engine.stored, engine.publish_error = False, error
             return engine
         except IntegrityError as error:
-            self._quarantine(call, key.kind, key.digest, error)
+            # What lies under the key is damaged, or belongs to another release and must stay.
+            if error.reason != "format":
+                self._quarantine(call, key.kind, key.digest, error)
             engine = self._engine(call, key, manifest, Payload(plan), Outcome.BUILT)
-            engine.stored = False
+            engine.stored, engine.publish_error = False, StoreError(error.message, store=self.store.url)
             return engine
         self._events.emit(EventKind.PUBLISHED, key=key.digest, label=call.label)
         return self._engine(call, key, manifest, Payload(plan), Outcome.BUILT)
