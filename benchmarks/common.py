@@ -46,9 +46,7 @@ def arguments(description: str | None) -> Arguments:
     Args:
         description: The script's docstring.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, few repeats; a smoke test")
     parser.add_argument(
         "--work",
