@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import pickle
-
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from tests import models
+
 from trt_warmcache.errors import ConfigError
 from trt_warmcache.onnx_graph import ModelSummary, summarize
 from trt_warmcache.profiles import (

@@ -9,7 +9,7 @@ from typing import Any
 import blake3
 import msgspec
 
-from trt_warmcache.errors import ConfigError, IntegrityError
+from trt_warmcache.errors import IntegrityError
 from trt_warmcache.keys import KEY_SCHEMA, Key, Kind, digest_of
 
 __all__ = [
