@@ -335,6 +335,13 @@ def test_model_changed_while_building(root: Path, model: Path) -> None:
         assert list(manager.store.entries(Kind.ENGINE)) == []
 
 
+def test_link_made_while_building(root: Path, model: Path, tmp_path: Path) -> None:
+    """A hard link made to the model during the build changes its status but not its bytes: no reason to fail."""
+    builder = FakeBuilder(on_build=lambda _: os.link(model, tmp_path / "link.onnx"))
+    with make(root, builder) as manager:
+        assert manager.get(model, profiles=PROFILE).stored
+
+
 def test_wrong_device_is_not_published(root: Path, model: Path) -> None:
     """A builder that reports another compute capability than asked: refused, both named, nothing stored."""
 
