@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
 
-from trt_warmcache._fields import to_enum
+from trt_warmcache._fields import LARGEST_INT, printable, to_enum
 from trt_warmcache.errors import ConfigError
 
 __all__ = ["Check", "choice", "flag", "layer_rules", "mapping", "names", "stable_name", "text", "upper_names", "whole"]
@@ -24,7 +24,7 @@ def flag(field: str, value: Any) -> bool:
     return value
 
 
-def whole(low: int, high: int | None = None) -> Check:
+def whole(low: int, high: int = LARGEST_INT) -> Check:
     """A whole number within limits, both included."""
 
     def check(field: str, value: Any) -> int:
@@ -32,8 +32,8 @@ def whole(low: int, high: int | None = None) -> Check:
             number = operator.index(value)
         except TypeError:
             raise ConfigError(f"{field} must be a whole number, not {value!r}.") from None
-        if isinstance(value, bool) or number < low or (high is not None and number > high):
-            limits = f"from {low} to {high}" if high is not None else f"{low} or more"
+        if isinstance(value, bool) or not low <= number <= high:
+            limits = f"from {low} to {high}" if high < LARGEST_INT else f"{low} or more, within 64 bits"
             raise ConfigError(f"{field} must be {limits}, not {value!r}.")
         return number
 
@@ -47,7 +47,7 @@ def choice(kind: type[Enum]) -> Check:
 
 def text(field: str, value: Any) -> str:
     """Text that is not empty."""
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or printable(value) != value:
         raise ConfigError(f"{field} must be non-empty text, not {value!r}.")
     return value
 
@@ -75,15 +75,19 @@ def stable_name(field: str, value: Any) -> str:
 def mapping(key: Check, item: Check) -> Check:
     """A mapping whose keys and items pass checks of their own, sorted."""
 
-    def check(field: str, value: Any) -> Mapping[Any, Any]:
+    def check(field: str, value: Any) -> Mapping[Any, Any] | None:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{field} must be a mapping, not {value!r}.")
-        return dict(sorted((key(field, name), item(f"{field}[{name!r}]", amount)) for name, amount in value.items()))
+        # Empty says as little as None, and must not give another key.
+        return (
+            dict(sorted((key(field, name), item(f"{field}[{name!r}]", amount)) for name, amount in value.items()))
+            or None
+        )
 
     return check
 
 
-def layer_rules(field: str, value: Any) -> tuple[tuple[str, str], ...]:
+def layer_rules(field: str, value: Any) -> tuple[tuple[str, str], ...] | None:
     """Pairs of layer-name pattern and precision, in their order."""
     rules = list(value.items()) if isinstance(value, Mapping) else value
     if not isinstance(rules, (list, tuple)) or not all(
@@ -94,4 +98,4 @@ def layer_rules(field: str, value: Any) -> tuple[tuple[str, str], ...]:
         text(field, pattern)
         if kind not in _LAYER_TYPES:
             raise ConfigError(f"{field}[{pattern!r}] must be one of {', '.join(_LAYER_TYPES)}, not {kind!r}.")
-    return tuple((pattern, kind) for pattern, kind in rules)
+    return tuple((pattern, kind) for pattern, kind in rules) or None

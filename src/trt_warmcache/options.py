@@ -375,8 +375,14 @@ class BuildOptions:
             if value is not None:
                 check: checks.Check = _CHECKS.get(field.name, checks.flag)
                 object.__setattr__(self, field.name, check(f"BuildOptions.{field.name}", value))
-        if self.workspace is not None and self.memory_pools and MemoryPool.WORKSPACE in dict(self.memory_pools):
-            raise ConfigError("The workspace is given twice, as workspace and in memory_pools; keep one.")
+        pools = dict(self.memory_pools or {})
+        if MemoryPool.WORKSPACE in pools:
+            # Two spellings of one limit must be one key.
+            if self.workspace is not None:
+                raise ConfigError("The workspace is given twice, as workspace and in memory_pools; keep one.")
+            size = _CHECKS["workspace"]("BuildOptions.memory_pools['workspace']", pools.pop(MemoryPool.WORKSPACE))
+            object.__setattr__(self, "workspace", size)
+            object.__setattr__(self, "memory_pools", pools or None)
         if self.refittable_weights is not None and self.refit is not RefitMode.INDIVIDUAL:
             raise ConfigError("refittable_weights only means something with refit='individual'.")
         if self.exclude_lean_runtime and not self.version_compatible:

@@ -337,7 +337,10 @@ def effective_config(setup: Setup, options: BuildOptions) -> dict[str, Any]:
     for name, enum in _RECORDED.items():
         if enum == "HardwareCompatibilityLevel" and hasattr(trt, "ComputeCapability"):
             continue  # TensorRT-RTX warns when this is even read
-        value = getattr(config, name, None)
+        try:
+            value = getattr(config, name, None)
+        except RuntimeError:
+            continue  # a text that the library never set
         if value is not None:
             found[name] = canonical_name(enum, value.name) if enum else value
     sources = config.get_tactic_sources()

@@ -60,6 +60,13 @@ class TrtLog:
             self.tail.append(f"[{severity}] {text}")
         log.debug("[%s] %s", severity, text)
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Errors logged meanwhile are no reason for a failure; some releases log one when a setting is merely read."""
+        before = self.first_error
+        yield
+        self.first_error = before
+
     def reason(self, otherwise: str) -> str:
         """The first error, or a sentence for when TensorRT gave none."""
         return self.first_error or otherwise
@@ -182,7 +189,8 @@ class NvInferBuilder:
             extras = self._set_extras(setup, inputs, messages)
             if inputs.configure is not None:
                 _configure(inputs, network, config)
-            effective = effective_config(setup, inputs.options)
+            with messages.aside():
+                effective = effective_config(setup, inputs.options)
             monitor = self._set_progress(setup, inputs)
             with self._turn(inputs):
                 inputs.checkpoint()
@@ -415,13 +423,20 @@ def _parse_error(parser: Any, messages: TrtLog) -> ModelError:
         return ModelError(
             "The parser refused this model: " + messages.reason("it gave no reason; check it with onnx.checker.")
         )
-    first = parser.get_error(0)
-    node = str(first.node_name()) if hasattr(first, "node_name") else ""
-    operator = str(first.node_operator()) if hasattr(first, "node_operator") else ""
+    errors = [parser.get_error(index) for index in range(parser.num_errors)]
+    first = errors[0]
+    node, operator = _node_of(first)
     where = f" at node {node!r}" if node else ""
     where += f" (operator {operator})" if operator else ""
+    # The description alone may be no more than the failed assertion, "false"; the code and the check say what it means.
+    kind = str(first.code()).rpartition(".")[2].lower().replace("_", " ")
+    others = sorted({found for _, found in map(_node_of, errors[1:]) if found and found != operator})
+    more = f" {len(errors) - 1} more errors follow" if len(errors) > 1 else ""
+    more += f", also at operators {', '.join(others[:8])}." if others else "." if more else ""
     return ModelError(
-        f"The parser refused this model{where}: {first.desc()}", node=node or None, operator=operator or None
+        f"The parser refused this model{where}: {kind}, {first.func()}: {first.desc()}.{more}",
+        node=node or None,
+        operator=operator or None,
     )
 
 
@@ -431,6 +446,13 @@ def _configure(inputs: BuildInputs, network: Any, config: Any) -> None:
         inputs.configure(network, config)
     except Exception as error:
         raise ConfigError(f"configure(network, config) failed with {type(error).__name__}: {error}") from error
+
+
+def _node_of(error: Any) -> tuple[str, str]:
+    """Name and operator of the node that an error is about; the accessors came with 10.0."""
+    if not hasattr(error, "node_name"):
+        return "", ""
+    return str(error.node_name()), str(error.node_operator())
 
 
 def _require_values(profile: ShapeProfile, shape_tensors: list[str]) -> None:

@@ -20,7 +20,7 @@ from trt_warmcache.builders._timing import (
     attach_timing,
     cache_entries,
     count_entries,
-    holds_nothing,
+    lost,
     pin_entries,
 )
 from trt_warmcache.errors import BuildError, ConfigError
@@ -193,10 +193,9 @@ class TensorRTBuilder(NvInferBuilder):
     @staticmethod
     def _load_timing(config: Any, blob: bytes, messages: TrtLog) -> Any:
         cache = config.create_timing_cache(blob)
-        if blob and messages.warnings and holds_nothing(config, cache):
-            raise BuildError(
-                f"This timing cache cannot be read here: {next(reversed(messages.warnings))}", log=tuple(messages.tail)
-            )
+        if lost(config, cache, blob):
+            why = next(reversed(messages.warnings), "it gave an empty cache")
+            raise BuildError(f"This timing cache cannot be read here: {why}", log=tuple(messages.tail))
         return cache
 
     def _built_for(self) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ __all__ = [
     "attach_timing",
     "cache_entries",
     "count_entries",
-    "holds_nothing",
+    "lost",
     "pin_entries",
 ]
 
@@ -60,7 +60,7 @@ def attach_timing(config: Any, blob: bytes | None) -> AttachedTiming:
     """
     cache = config.create_timing_cache(blob or b"")
     attached = AttachedTiming(cache)
-    if blob and holds_nothing(config, cache):
+    if blob and lost(config, cache, blob):
         attached.rejected = "TensorRT found no usable entry in the stored timing cache"
     elif not config.set_timing_cache(cache, ignore_mismatch=False):
         attached.rejected = "TensorRT refused the stored timing cache: it was measured on another device"
@@ -70,13 +70,13 @@ def attach_timing(config: Any, blob: bytes | None) -> AttachedTiming:
     return attached
 
 
-def holds_nothing(config: Any, cache: Any) -> bool:
-    """Whether a cache has no entries."""
+def lost(config: Any, cache: Any, blob: bytes) -> bool:
+    """Whether a blob had something in it and the cache made from it has not."""
+    empty = bytes(config.create_timing_cache(b"").serialize())
+    if blob in {b"", empty}:
+        return False
     count = count_entries(cache)
-    if count is not None:
-        return count == 0
-    empty = config.create_timing_cache(b"")
-    return memoryview(cache.serialize()).nbytes <= memoryview(empty.serialize()).nbytes
+    return count == 0 if count is not None else memoryview(cache.serialize()).nbytes <= len(empty)
 
 
 def count_entries(cache: Any) -> int | None:
