@@ -80,6 +80,10 @@ _ELSEWHERE = {
 }
 
 
+#: Parents of every error, which say nothing about it.
+_ROOTS = frozenset({object, BaseException, Exception})
+
+
 # ---- docstrings -------------------------------------------------------------------------------------------------
 
 
@@ -168,7 +172,7 @@ def signature(name: str, found: Any) -> str:
     ]
     text = str(inspect.Signature(parameters))
     text = re.sub(r"<(\w+)\.(\w+): [^>]*>", r"\1.\2", text)
-    text = re.sub(r"<factory>|<function [^>]*>", "...", text)
+    text = re.sub(r"<factory>|<function [^>]*>|<built-in [^>]*>|\b[A-Z]\w+\(.*?\)(?=[,)])", "...", text)
     return name + text
 
 
@@ -284,8 +288,8 @@ def errors_page() -> Iterator[str]:
     ]
     kinds.sort(key=lambda kind: (len(kind.__mro__), kind.__name__))
     for kind in kinds:
-        parents = ", ".join(f"`{base.__name__}`" for base in kind.__mro__[1:] if base not in {object, BaseException, Exception})
-        yield f"| [`{kind.__name__}`](#{kind.__name__.lower()}) | {parents or "`Exception`"} | {cli._exit_code(kind('example'))} |\n"
+        parents = ", ".join(f"`{base.__name__}`" for base in kind.__mro__[1:] if base not in _ROOTS)
+        yield f"| [`{kind.__name__}`](#{kind.__name__.lower()}) | {parents} | {cli._exit_code(kind('example'))} |\n"
     yield "\n"
     for kind in kinds:
         yield f"## {kind.__name__}\n\n"
