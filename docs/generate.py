@@ -163,17 +163,28 @@ def choices(kind: type[enum.Enum]) -> Iterator[str]:
     yield "\n"
 
 
+@dataclasses.dataclass(frozen=True)
+class _Default:
+    """A default value as it is shown: choices by their value, and anything long as three dots."""
+
+    value: Any
+
+    def __repr__(self) -> str:
+        if isinstance(self.value, enum.Enum):
+            return repr(self.value.value)
+        text = repr(self.value)
+        return text if text == "()" or not re.search(r"[<(]", text) else "..."
+
+
 def signature(name: str, found: Any) -> str:
     """A call as one writes it, without annotations."""
+    none = inspect.Parameter.empty
     parameters = [
-        parameter.replace(annotation=inspect.Parameter.empty)
+        parameter.replace(annotation=none, default=none if parameter.default is none else _Default(parameter.default))
         for parameter in inspect.signature(found).parameters.values()
-        if parameter.name != "self"
+        if parameter.name != "self" and not parameter.name.startswith("_")
     ]
-    text = str(inspect.Signature(parameters))
-    text = re.sub(r"<(\w+)\.(\w+): [^>]*>", r"\1.\2", text)
-    text = re.sub(r"<factory>|<function [^>]*>|<built-in [^>]*>|\b[A-Z]\w+\(.*?\)(?=[,)])", "...", text)
-    return name + text
+    return name + str(inspect.Signature(parameters))
 
 
 # ---- pages ------------------------------------------------------------------------------------------------------
