@@ -8,6 +8,9 @@ from typing import Any
 from trt_warmcache.builders._base import BuilderCapabilities, BuildInputs
 from trt_warmcache.builders._config import Setup
 from trt_warmcache.builders._nvinfer import NvInferBuilder, TrtLog, make_logger
+from trt_warmcache.calibration_data import CalibrationAlgorithm
+from trt_warmcache.calibration_table import CalibrationTable
+from trt_warmcache.calibrators import CalibratorOutcome, make_calibrator
 from trt_warmcache.errors import BuildError, ConfigError
 from trt_warmcache.options import BuildOptions, TimingMode
 from trt_warmcache.target import Target
@@ -33,13 +36,18 @@ class TensorRTBuilder(NvInferBuilder):
     def _set_calibration(self, setup: Setup, inputs: BuildInputs) -> Any:
         if inputs.calibration is None:
             return None
-        if not hasattr(setup.trt, "IInt8EntropyCalibrator2"):
-            raise ConfigError(
-                f"TensorRT {self.version()} has no calibrators: they ended with 10.x. Turn the table into Q/DQ nodes of the model instead."
-            )
-        calibrator = make_table_reader(setup.trt, inputs.calibration)
+        table = CalibrationTable.parse(inputs.calibration)
+        calibrator = make_calibrator(
+            setup.trt, CalibrationAlgorithm.of_header(table.algorithm), None, lambda: table, lambda _: None
+        )
         setup.config.int8_calibrator = calibrator
         return calibrator
+
+    def _finish_calibration(self, calibrator: Any) -> None:
+        if calibrator is not None and calibrator.finish() is not CalibratorOutcome.REUSED:
+            raise BuildError(
+                f"TensorRT {self.version()} built without asking for the calibration table, so nothing in this engine is calibrated. Set BuildOptions(int8=True), and leave out options that switch int8 off."
+            )
 
     def _set_timing(self, setup: Setup, inputs: BuildInputs, messages: TrtLog) -> Any:
         if inputs.options.timing is TimingMode.OFF:
@@ -74,25 +82,3 @@ class TensorRTBuilder(NvInferBuilder):
 
     def _built_for(self) -> Mapping[str, Any]:
         return {}
-
-
-def make_table_reader(trt: Any, table: bytes) -> Any:
-    """A calibrator that only hands over a finished table; it is never asked for data unless TensorRT refuses the table."""
-
-    class TableReader(trt.IInt8EntropyCalibrator2):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.IInt8EntropyCalibrator2.__init__(self)
-
-        def get_batch_size(self) -> int:
-            return 1
-
-        def get_batch(self, names: list[str]) -> None:
-            return None
-
-        def read_calibration_cache(self) -> bytes:
-            return table
-
-        def write_calibration_cache(self, cache: Any) -> None:
-            return None
-
-    return TableReader()
