@@ -214,6 +214,8 @@ class EngineManager:
                 key=miss.key,
                 pending=pending,
             ) from miss
+        if call.policy.refresh:
+            return self._build_once(call)
         engine = self._find(call)
         if engine is not None:
             return engine
@@ -540,6 +542,8 @@ class EngineManager:
 
     def _look(self, call: _Call, outcome: Outcome) -> Engine | None:
         """The engine stored under the call's own key, verified; None where there is none to be used."""
+        if call.policy.refresh and outcome is not Outcome.HIT:
+            return None
         kind, digest = call.key.kind, call.key.digest
         started = time.perf_counter()
         try:
@@ -890,7 +894,7 @@ class EngineManager:
     def _publish(self, call: _Call, manifest: Manifest, plan: memoryview) -> Engine:
         key = call.key
         try:
-            current = self.store.publish(manifest, {_ROLE: plan})
+            current = self.store.publish(manifest, {_ROLE: plan}, replacing=self._to_replace(call))
             if current != manifest:
                 # Somebody built the same without seeing our lock. Theirs stays, and everybody uses one plan.
                 self._events.emit(EventKind.PUBLISH_LOST, key=key.digest, label=call.label)
@@ -921,6 +925,15 @@ class EngineManager:
             return engine
         self._events.emit(EventKind.PUBLISHED, key=key.digest, label=call.label)
         return self._engine(call, key, manifest, Payload(plan), Outcome.BUILT)
+
+    def _to_replace(self, call: _Call) -> Manifest | None:
+        if not call.policy.refresh:
+            return None
+        try:
+            return self.store.manifest(call.key.kind, call.key.digest)
+        except IntegrityError as error:
+            self._quarantine(call, call.key.kind, call.key.digest, error)
+            return None
 
     def _build_in_background(self, call: _Call) -> Future[Engine]:
         return self._in_background(call.key.digest, lambda: self._build_once(call))
