@@ -91,6 +91,8 @@ class Policy:
         build_memory_bytes: Most address space of a building process; None sets no limit. See
             :class:`~trt_warmcache.builders.ProcessLimits` on what CUDA needs.
         rehash: Hash model files and stored plans anew at every use instead of trusting the digest memo.
+        refresh: Build anew even if an entry is stored, and put the new one in its place. The old one serves others
+            until then.
         driver_in_key: Let the driver version split the engine key. Off by default: plans survive driver updates.
 
     Raises:
@@ -107,6 +109,7 @@ class Policy:
     wait_seconds: float = 3600.0
     build_seconds: float | None = None
     rehash: bool = False
+    refresh: bool = False
     driver_in_key: bool = False
     isolation: Isolation | Literal["auto", "none", "process", "where_possible"] = Isolation.AUTO
     build_memory_bytes: int | None = None
@@ -123,7 +126,7 @@ class Policy:
             object.__setattr__(self, field, to_enum(kind, getattr(self, field), f"Policy.{field}"))
         for field in ("slow_build_seconds", "wait_seconds", "build_seconds"):
             check_seconds(getattr(self, field), f"Policy.{field}", optional=field == "build_seconds")
-        for field in ("rehash", "driver_in_key"):
+        for field in ("rehash", "refresh", "driver_in_key"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"Policy.{field} must be True or False, not {getattr(self, field)!r}.")
         memory = self.build_memory_bytes
