@@ -750,11 +750,22 @@ class EngineManager:
         plan = memoryview(output.plan).cast("B").toreadonly()
         with call.stage("publish"):
             ref = manifests.describe_blob(_ROLE, plan)
-            extra = {} if call.table is None else {"calibration_key": call.table.key.digest}
+            extra = self._facts(call, output, timing)
             manifest = manifests.seal(call.key, (ref,), provenance=provenance, labels=call.labels(), extra=extra)
             engine = self._publish(call, manifest, plan)
             timing.finish(output, provenance)
         return engine
+
+    @staticmethod
+    def _facts(call: _Call, output: BuildOutput, timing: TimingSession) -> dict[str, Any]:
+        """What an entry says beyond key and provenance: the entries it was made with, and what it needs."""
+        facts = {
+            "calibration_key": None if call.table is None else call.table.key.digest,
+            "timing_key": None if timing.key is None else timing.key.digest,
+            "tactics": None if output.tactics is None else output.tactics.to_json(),
+            "plugins": list(output.plugins) or None,
+        }
+        return {name: value for name, value in facts.items() if value is not None}
 
     def _build(self, call: _Call, timing_blob: bytes | None) -> BuildOutput:
         policy, key = call.policy, call.key.digest
