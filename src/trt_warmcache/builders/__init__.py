@@ -8,8 +8,10 @@ from trt_warmcache.builders._base import (
     BuildOutput,
     EngineBuilder,
     Flavour,
+    LoadNeeds,
     Progress,
 )
+from trt_warmcache.builders._config import expected_config
 from trt_warmcache.builders._process import IsolatedBuilder, ProcessLimits, isolated
 from trt_warmcache.builders._select import select_builder
 from trt_warmcache.builders._tensorrt import TensorRTBuilder
@@ -23,11 +25,13 @@ __all__ = [
     "EngineBuilder",
     "Flavour",
     "IsolatedBuilder",
+    "LoadNeeds",
     "ProcessLimits",
     "Progress",
     "TensorRTBuilder",
     "TensorRTRTXBuilder",
     "TimingEntry",
+    "expected_config",
     "isolated",
     "select_builder",
 ]

@@ -24,7 +24,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trt_warmcache import errors
-from trt_warmcache.builders._base import BuilderCapabilities, BuildInputs, BuildOutput, EngineBuilder, Progress
+from trt_warmcache.builders._base import (
+    BuilderCapabilities,
+    BuildInputs,
+    BuildOutput,
+    EngineBuilder,
+    LoadNeeds,
+    Progress,
+)
 from trt_warmcache.errors import BuildError, ConfigError, WarmCacheError
 from trt_warmcache.options import BuildOptions
 from trt_warmcache.policy import Isolation, Policy
@@ -93,13 +100,13 @@ class IsolatedBuilder:
         """Refuse what the inner builder cannot do."""
         self.inner.check(options, target)
 
-    def check_plan(self, plan: memoryview) -> None:
+    def check_plan(self, plan: memoryview, *, older: bool = False) -> None:
         """Look at a plan's header."""
-        self.inner.check_plan(plan)
+        self.inner.check_plan(plan, older=older)
 
-    def deserialize(self, plan: memoryview) -> Any:
+    def deserialize(self, plan: memoryview, needs: LoadNeeds | None = None) -> Any:
         """Load a plan into this process."""
-        return self.inner.deserialize(plan)
+        return self.inner.deserialize(plan, needs)
 
     def merge_timing(self, newer: bytes, older: bytes) -> bytes:
         """The union of two timing caches, made in this process."""
