@@ -59,6 +59,8 @@ from trt_warmcache.options import BuildOptions, HardwareCompatibility, RefitMode
 from trt_warmcache.policy import Cover, OnMiss, OnSuspect, OnWait, Policy, Rung, StoreErrors
 from trt_warmcache.profiles import ShapeProfile, cover_size, covers_all, validate_profiles
 from trt_warmcache.request import EngineRequest, as_request
+from trt_warmcache.runtime_cache import RuntimeCache
+from trt_warmcache.runtime_cache import key_for as kernels_key
 from trt_warmcache.singleflight import Heartbeat, SingleFlight, WaitLimits, acquire_or_find
 from trt_warmcache.stores import Lock, Payload, Store, open_store
 from trt_warmcache.stores._local import LockUnavailable
@@ -392,6 +394,22 @@ class EngineManager:
         import asyncio
 
         return await asyncio.to_thread(self.warm, list(requests), **options)
+
+    def runtime_cache(self, engine: Any, *, target: Target | None = None) -> RuntimeCache:
+        """The kernels that TensorRT-RTX compiles when an engine first runs, kept in this manager's store.
+
+        Args:
+            engine: What :meth:`Engine.deserialize` gave.
+            target: The GPU that runs; None detects it.
+
+        Returns:
+            A context manager: use its ``config`` to create execution contexts, and leave it after the first runs.
+
+        Raises:
+            ConfigError: The engine is not TensorRT-RTX's, or the GPU cannot be told.
+        """
+        key = kernels_key(self.builder.flavour, self.builder.version(), target or Target.detect())
+        return RuntimeCache(self.store, key, engine, events=self._events)
 
     def counters(self) -> dict[str, int]:
         """How often each kind of event occurred in this manager."""
