@@ -59,11 +59,12 @@ class RuntimeCache:
 
     def __init__(self, store: Store, key: RuntimeKey, engine: Any, *, events: Events) -> None:
         make = getattr(engine, "create_runtime_config", None)
-        self.config: Any = None if make is None else make()
-        if not hasattr(self.config, "create_runtime_cache"):
+        config: Any = None if make is None else make()
+        if not hasattr(config, "create_runtime_cache"):
             raise ConfigError(
                 "This TensorRT compiles its kernels when it builds; only TensorRT-RTX has a kernel cache."
             )
+        self.config = config
         self._store, self._key, self._events = store, key, events
         self._cache = self.config.create_runtime_cache()
         self._base = self._load()
