@@ -149,6 +149,7 @@ class EngineManager:
         )
         self._events = Events(hooks)
         self.store: Store = open_store(store, memo=self._memo)
+        self.store.bind(self._events)
         self._owns_store = not isinstance(store, Store)
         self._target = target
         self._builder_choice = builder
