@@ -44,7 +44,7 @@ def strict_fields(cls: type[_T]) -> type[_T]:
                 raise unknown_field(cls.__name__, name, known)
         original(self, *args, **kwargs)
 
-    cls.__init__ = init  # type: ignore[method-assign]
+    cls.__init__ = init  # type: ignore[method-assign, assignment]
     return cls
 
 

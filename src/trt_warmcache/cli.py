@@ -87,7 +87,7 @@ def _store_option(command: _F) -> _F:
 
 
 def _json_option(command: _F) -> _F:
-    def remember(ctx: click.Context, _parameter: click.Parameter, value: bool) -> bool:  # noqa: FBT001  click's signature
+    def remember(ctx: click.Context, _parameter: click.Parameter, value: bool) -> bool:
         ctx.meta["json"] = value
         return value
 

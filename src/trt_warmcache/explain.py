@@ -114,13 +114,13 @@ def explain(store: Store, key: EngineKey, *, limit: int = 3) -> Explanation:
     damaged = ""
     try:
         if store.manifest(key.kind, key.digest) is not None:
-            return Explanation(True, key, store.url)
+            return Explanation(hit=True, key=key, store=store.url)
     except IntegrityError as error:
         damaged = error.message
     found = list(stored_manifests(store, key.kind))
     best = heapq.nsmallest(limit, ((_distance(key, manifest), manifest.key, manifest) for manifest in found))
     nearest = tuple(_neighbour(key, manifest) for _, _, manifest in best)
-    return Explanation(False, key, store.url, nearest, len(found), damaged)
+    return Explanation(hit=False, key=key, store=store.url, nearest=nearest, examined=len(found), damaged=damaged)
 
 
 def stored_manifests(store: Store, kind: Kind) -> Iterable[Manifest]:

@@ -68,6 +68,7 @@ class Key:
     digest: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
+        _refuse_floats(self.parts)
         object.__setattr__(self, "digest", digest_of(self.kind, self.parts))
 
     @property
@@ -99,7 +100,6 @@ def digest_of(kind: Kind, parts: Mapping[str, Any]) -> str:
 
 def canonical_json(document: Any) -> bytes:
     """One byte string per JSON value, whatever the order of its mappings."""
-    _refuse_floats(document)
     return json.dumps(document, sort_keys=True, ensure_ascii=True, separators=(",", ":"), allow_nan=False).encode(
         "ascii"
     )

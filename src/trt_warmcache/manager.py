@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from trt_warmcache import manifest as manifests
@@ -41,13 +42,13 @@ from trt_warmcache.explain import Explanation, explain, stored_manifests
 from trt_warmcache.keys import EngineKey, Kind, engine_key, label_for, timing_key
 from trt_warmcache.manifest import Labels, Manifest, Provenance
 from trt_warmcache.memo import DigestMemo, default_memo_folder
-from trt_warmcache.model import ModelSource, file_digest
+from trt_warmcache.model import ModelSource, ModelSummary, file_digest
 from trt_warmcache.options import BuildOptions, HardwareCompatibility
 from trt_warmcache.policy import Cover, OnMiss, OnWait, Policy, StoreErrors
 from trt_warmcache.profiles import ShapeProfile, cover_size, covers_all, validate_profiles
 from trt_warmcache.request import EngineRequest, as_request
 from trt_warmcache.singleflight import Heartbeat, SingleFlight, WaitLimits, acquire_or_find
-from trt_warmcache.stores import Payload, Store, open_store
+from trt_warmcache.stores import Lock, Payload, Store, open_store
 from trt_warmcache.stores._local import LockUnavailable
 from trt_warmcache.target import Target
 from trt_warmcache.warm import WarmReport, WarmRow
@@ -57,6 +58,7 @@ __all__ = ["EngineManager"]
 _ROLE = "plan"
 
 _DEFAULT_OPTIONS = BuildOptions()
+_PORTABLE = Target()
 
 
 @dataclass
@@ -78,6 +80,11 @@ class _Call:
     @property
     def label(self) -> str:
         return self.key.name
+
+    def take_damage(self) -> tuple[Kind, str, IntegrityError] | None:
+        """What the last look found damaged, once."""
+        damage, self.damage = self.damage, None
+        return damage
 
     def remaining(self) -> float | None:
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
@@ -186,6 +193,7 @@ class EngineManager:
         if engine is not None:
             return engine
         if call.policy.on_miss is OnMiss.RAISE:
+            self._raise_damage(call)
             raise MissError(
                 f"No stored engine, and the policy forbids building.\n{self._explained(call)}\nBuild it beforehand with warm() or trt-warmcache build.",
                 key=call.key.digest,
@@ -199,8 +207,17 @@ class EngineManager:
         return self._build_once(call)
 
     def lookup(self, model: Any, **fields: Any) -> Engine | None:
-        """Like :meth:`get`, but never builds: the engine, or None. Errors are raised, not turned into None."""
-        return self._find(self._resolve(as_request(model, fields)))
+        """Like :meth:`get`, but never builds: the engine, or None.
+
+        Raises:
+            IntegrityError: There is an entry and it is damaged; it was set aside where the store allows that.
+            StoreError: The store could not be read.
+        """
+        call = self._resolve(as_request(model, fields))
+        engine = self._find(call)
+        if engine is None:
+            self._raise_damage(call)
+        return engine
 
     def key(self, model: Any, **fields: Any) -> EngineKey:
         """The key of a request. The store is not touched."""
@@ -331,7 +348,6 @@ class EngineManager:
         options = request.options or _DEFAULT_OPTIONS
         builder = self.builder
         source = ModelSource.open(request.model, memo=self._memo)
-        profiles = validate_profiles(request.profiles, source.summary)
         version = builder.version()
         target = self._target_for(request, options)
         if request.calibration is not None and not builder.capabilities.calibration_table:
@@ -341,25 +357,19 @@ class EngineManager:
         plugins = {path.name: file_digest(path, self._memo) for path in request.plugins}
         if plugins and not builder.capabilities.plugins:
             raise ConfigError(f"{builder.flavour} takes no plugin libraries.")
-        name = label_for(
-            model_name=request.name or source.stem,
-            version=request.version,
-            model=source.digest,
-            target=target,
-            profiles=profiles,
-            shapes=[tensor.dims or () for tensor in source.summary.inputs],
-        )
-        key = engine_key(
-            model=source.digest,
-            profiles=profiles,
-            options=options,
-            flavour=builder.flavour,
-            version=version,
-            target=target,
-            plugins=plugins.values(),
-            recipe=request.recipe,
-            driver_in_key=policy.driver_in_key,
-            name=name,
+        profiles, key = _derive(
+            source.summary,
+            source.digest,
+            request.profiles,
+            options,
+            builder.flavour,
+            version,
+            target,
+            tuple(plugins.values()),
+            request.recipe,
+            policy.driver_in_key,
+            request.name or source.stem,
+            request.version,
         )
         call = _Call(request, policy, deadline, source, profiles, options, target, plugins, key)
         call.timings["hash"] = time.perf_counter() - started
@@ -373,7 +383,7 @@ class EngineManager:
                     self._detected = Target.detect()
                 target = self._detected
             else:
-                target = Target()
+                target = _PORTABLE
         if self.builder.capabilities.needs_gpu:
             level = options.hardware_compatibility or HardwareCompatibility.NONE
             needed = {
@@ -412,7 +422,10 @@ class EngineManager:
                 return None
             engine = self._open(call, call.key, manifest, outcome)
         except IntegrityError as error:
-            call.damage = (kind, digest, error)
+            if error.reason == "format":  # another release's entry: no damage, and not ours to judge
+                self._events.emit(EventKind.WARNING, key=digest, label=call.label, reason="format", text=error.message)
+            else:
+                call.damage = (kind, digest, error)
             return None
         except StoreError as error:
             self._events.emit(
@@ -473,11 +486,30 @@ class EngineManager:
         except StoreError as error:
             return f"(The store could not be searched for the nearest entry: {error.message})"
 
-    def _quarantine(self, call: _Call, kind: Kind, digest: str, error: IntegrityError) -> None:
-        if error.reason == "format":
-            text = error.message  # another release's entry: not ours to judge
-            self._events.emit(EventKind.WARNING, key=digest, label=call.label, reason="format", text=text)
+    def _raise_damage(self, call: _Call) -> None:
+        """Raise what the last look found damaged, if anything, where nobody is going to build it anew."""
+        if call.damage is None:
             return
+        error = call.damage[2]
+        lock = self._try_lock(call)
+        if lock is not None:
+            # Only with the lock: otherwise a builder may just have put a good entry in the damaged one's place.
+            try:
+                call.take_damage()
+                if self._look(call, Outcome.HIT) is None and call.damage is not None:
+                    self._quarantine(call, *call.damage)
+            finally:
+                lock.release()
+        raise error
+
+    def _try_lock(self, call: _Call) -> Lock | None:
+        try:
+            lock = self.store.lock(call.key.digest)
+            return lock if lock is not None and lock.try_acquire() else None
+        except StoreError:
+            return None
+
+    def _quarantine(self, call: _Call, kind: Kind, digest: str, error: IntegrityError) -> None:
         self._events.emit(EventKind.QUARANTINED, key=digest, label=call.label, reason=error.reason, text=error.message)
         try:
             self.store.quarantine(kind, digest, error)
@@ -537,12 +569,13 @@ class EngineManager:
         try:
             # Between the last look and the lock somebody may have finished; and damage is judged only here, where
             # no writer of this key can be at work.
-            call.damage = None
+            call.take_damage()
             engine = self._look(call, Outcome.JOINED)
             if engine is not None:
                 return engine
-            if call.damage is not None:
-                self._quarantine(call, *call.damage)
+            damage = call.take_damage()
+            if damage is not None:
+                self._quarantine(call, *damage)
             return self._build_and_publish(call)
         finally:
             lock.release()
@@ -713,7 +746,7 @@ class EngineManager:
                 return self._open(call, key, current, Outcome.BUILT)
             # A store may accept writes and drop them; only a look of its own tells.
             if self.store.manifest(key.kind, key.digest) is None:
-                raise StoreError(
+                raise StoreError(  # noqa: TRY301  handled like any other failure to store
                     f"{self.store.url} accepted the entry and does not show it; every start will build again. Check the store.",
                     store=self.store.url,
                 )
@@ -729,9 +762,11 @@ class EngineManager:
             engine.stored, engine.publish_error = False, error
             return engine
         except IntegrityError as error:
-            self._quarantine(call, key.kind, key.digest, error)
+            # What lies under the key is damaged, or belongs to another release and must stay.
+            if error.reason != "format":
+                self._quarantine(call, key.kind, key.digest, error)
             engine = self._engine(call, key, manifest, Payload(plan), Outcome.BUILT)
-            engine.stored = False
+            engine.stored, engine.publish_error = False, StoreError(error.message, store=self.store.url)
             return engine
         self._events.emit(EventKind.PUBLISHED, key=key.digest, label=call.label)
         return self._engine(call, key, manifest, Payload(plan), Outcome.BUILT)
@@ -792,6 +827,46 @@ class EngineManager:
             raise ConfigError(
                 "Workers in other processes open the store themselves: give the manager a path or URL instead of a Store object."
             )
+
+
+@lru_cache(maxsize=256)
+def _derive(
+    summary: ModelSummary,
+    model: str,
+    asked: tuple[ShapeProfile, ...],
+    options: BuildOptions,
+    flavour: str,
+    version: str,
+    target: Target,
+    plugins: tuple[str, ...],
+    recipe: str | None,
+    driver_in_key: bool,
+    model_name: str,
+    model_version: str | None,
+) -> tuple[tuple[ShapeProfile, ...], EngineKey]:
+    """Validated profiles and key of a request. Pure, so a service that asks again gets them at once."""
+    profiles = validate_profiles(asked, summary)
+    name = label_for(
+        model_name=model_name,
+        version=model_version,
+        model=model,
+        target=target,
+        profiles=profiles,
+        shapes=[tensor.dims or () for tensor in summary.inputs],
+    )
+    key = engine_key(
+        model=model,
+        profiles=profiles,
+        options=options,
+        flavour=flavour,
+        version=version,
+        target=target,
+        plugins=plugins,
+        recipe=recipe,
+        driver_in_key=driver_in_key,
+        name=name,
+    )
+    return profiles, key
 
 
 def _warm_elsewhere(recipe: Sequence[Any], request: EngineRequest) -> WarmRow:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -231,13 +232,12 @@ def decode(data: bytes, *, kind: Kind, digest: str) -> Manifest:
         raise damaged("lists key parts that do not give its own key")
     for blob in manifest.blobs:
         expected = -(-blob.size // CHUNK_BYTES) if blob.size > CHUNK_BYTES else 0
-        if blob.size < 0 or len(blob.hex) != 64 or not _is_hex(blob.hex) or len(blob.chunks) not in {0, expected}:
+        if blob.size < 0 or not _HEX_DIGEST.fullmatch(blob.hex) or len(blob.chunks) not in {0, expected}:
             raise damaged(f"describes an impossible {blob.role!r} payload")
     return manifest
 
 
-def _is_hex(text: str) -> bool:
-    return all(char in "0123456789abcdef" for char in text)
+_HEX_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def _other_format(data: bytes) -> str | None:

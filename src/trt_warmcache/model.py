@@ -6,11 +6,12 @@ import os
 import posixpath
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import blake3
 
@@ -119,7 +120,7 @@ class ModelSource:
             if file.status is None:
                 continue
             try:
-                now = os.stat(file.path)
+                now = Path(file.path).stat()
             except OSError as error:
                 raise _changed(file.path) from error
             if _identity(now) != _identity(file.status):
@@ -204,12 +205,12 @@ def _from_path(path: Path, memo: DigestMemo) -> ModelSource:
     path = path.absolute()
     with _readable(path):
         status = path.stat()
-        if not path.is_file():
-            raise ModelError(f"{path} is a {'folder' if path.is_dir() else 'special file'}, not an ONNX file.")
+        if not stat.S_ISREG(status.st_mode):
+            raise ModelError(
+                f"{path} is a {'folder' if stat.S_ISDIR(status.st_mode) else 'special file'}, not an ONNX file."
+            )
         graph, summary = _graph(path, status, memo)
-    sides = {}
-    for location, needed, tensor in _locations(summary):
-        sides[location] = _side(path, location, needed, tensor, memo)
+    sides = {location: _side(path, location, needed, tensor, memo) for location, needed, tensor in _locations(summary)}
     return ModelSource(
         stem=path.stem, summary=summary, graph=graph, sides=sides, read=lambda: _read_all(path), local_path=path
     )
@@ -360,7 +361,7 @@ def _hash_local(path: Path) -> _File:
     return _File(str(path), status.st_size, digest, status)
 
 
-def _hash(file: BinaryIO | Any) -> str:
+def _hash(file: Any) -> str:
     """Hex digest of an open file. Read, not mapped: a file cut short meanwhile must not kill the process."""
     hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
     buffer = bytearray(_READ_BYTES)

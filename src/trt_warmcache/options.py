@@ -8,6 +8,7 @@ Version ranges come from introspecting the real bindings of every minor release 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -392,7 +393,8 @@ _VALUE_SINCE: dict[tuple[str, Any], tuple[int, int]] = {
 }
 
 
-def option_specs() -> dict[str, OptionSpec]:
+@functools.cache
+def option_specs() -> Mapping[str, OptionSpec]:
     """The table of all options, by name, in declaration order."""
     return {
         field.name: dataclasses.replace(field.metadata["spec"], name=field.name)

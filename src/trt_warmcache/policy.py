@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 from trt_warmcache._fields import strict_fields, to_enum
 from trt_warmcache.errors import ConfigError
@@ -78,11 +79,11 @@ class Policy:
         ConfigError: An unknown field (naming the nearest), an unknown choice, or a number that is not positive.
     """
 
-    on_miss: OnMiss = OnMiss.BUILD
-    cover: Cover = Cover.EXACT
-    trust: Trust = Trust.DIGEST
-    store_errors: StoreErrors = StoreErrors.RAISE
-    on_wait: OnWait = OnWait.RAISE
+    on_miss: OnMiss | Literal["build", "raise", "fallback"] = OnMiss.BUILD
+    cover: Cover | Literal["exact", "wider"] = Cover.EXACT
+    trust: Trust | Literal["digest", "signed"] = Trust.DIGEST
+    store_errors: StoreErrors | Literal["raise", "degrade"] = StoreErrors.RAISE
+    on_wait: OnWait | Literal["raise", "build"] = OnWait.RAISE
     slow_build_seconds: float = 10.0
     wait_seconds: float = 3600.0
     build_seconds: float | None = None

@@ -33,7 +33,7 @@ class Setup:
     network: Any
     config: Any
 
-    def flag(self, name: str, on: bool = True) -> None:  # noqa: FBT001, FBT002  reads like the API it wraps
+    def flag(self, name: str, on: bool = True) -> None:
         """Set or clear a builder flag by name."""
         flag = self.member("BuilderFlag", name)
         if on:
@@ -127,7 +127,7 @@ def _dla(setup: Setup, core: int) -> None:
     setup.config.DLA_core = core
 
 
-def _calibrate_before_fusion(setup: Setup, on: bool) -> None:  # noqa: FBT001
+def _calibrate_before_fusion(setup: Setup, on: bool) -> None:
     flag = setup.member("QuantizationFlag", "CALIBRATE_BEFORE_FUSION")
     if on:
         setup.config.set_quantization_flag(flag)

@@ -329,7 +329,7 @@ class NvInferBuilder:
 def make_logger(trt: Any, messages: TrtLog) -> Any:
     """An ``ILogger`` that fills `messages`. The class is made here because its base lives in the bindings."""
 
-    class Logger(trt.ILogger):  # type: ignore[misc, name-defined]
+    class Logger(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.ILogger.__init__(self)  # the bindings refuse an instance whose base was not initialized
 
@@ -345,7 +345,7 @@ def make_monitor(trt: Any, inputs: BuildInputs) -> Any:
     TensorRT only prints an exception raised in a callback, so it is kept here and raised by the adapter afterwards.
     """
 
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc, name-defined]
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         stopped: BaseException | None = None
 
         def __init__(self) -> None:

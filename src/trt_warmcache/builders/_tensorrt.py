@@ -46,10 +46,10 @@ class TensorRTBuilder(NvInferBuilder):
             return None
         # A damaged blob gives an empty cache and no error; that it was ours and whole was checked by digest before.
         cache = setup.config.create_timing_cache(inputs.timing or b"")
-        if not setup.config.set_timing_cache(cache, False):
+        if not setup.config.set_timing_cache(cache, ignore_mismatch=False):
             # Measured on another device: start from nothing rather than from wrong timings.
             cache = setup.config.create_timing_cache(b"")
-            setup.config.set_timing_cache(cache, False)
+            setup.config.set_timing_cache(cache, ignore_mismatch=False)
             messages.add("WARNING", "The stored timing cache was measured on another device; it was not used.")
         return cache
 
@@ -65,7 +65,7 @@ class TensorRTBuilder(NvInferBuilder):
         # combine() keeps the receiver's entries on conflict, so the newer cache receives.
         cache = config.create_timing_cache(newer)
         other = config.create_timing_cache(older)
-        if not cache.combine(other, False):
+        if not cache.combine(other, ignore_mismatch=False):
             raise BuildError(
                 "TensorRT refused to combine two timing caches: "
                 + messages.reason("they belong to different versions or devices.")
@@ -79,7 +79,7 @@ class TensorRTBuilder(NvInferBuilder):
 def make_table_reader(trt: Any, table: bytes) -> Any:
     """A calibrator that only hands over a finished table; it is never asked for data unless TensorRT refuses the table."""
 
-    class TableReader(trt.IInt8EntropyCalibrator2):  # type: ignore[misc, name-defined]
+    class TableReader(trt.IInt8EntropyCalibrator2):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IInt8EntropyCalibrator2.__init__(self)
 

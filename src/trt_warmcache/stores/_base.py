@@ -242,10 +242,10 @@ class Store(ABC):
         """Unfinished objects of writers at work or dead; :meth:`list` does not show them."""
         return iter(())
 
-    def bind(self, events: Events) -> None:
-        """Send events there, for stores that have any to tell."""
+    def bind(self, events: Events) -> None:  # noqa: B027  most stores have nothing to tell
+        """Send events there."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  most stores hold nothing
         """Release threads, connections and locks. Idempotent."""
 
     # ---- entries ----------------------------------------------------------------------------------------------

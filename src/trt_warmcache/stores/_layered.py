@@ -533,8 +533,9 @@ class LayeredStore(Store):
         except IntegrityError as error:
             if error.reason == "format":
                 raise
-            tier.call(lambda store: store.quarantine(kind, manifest.key, error))
-            return None
+            damage = error
+        tier.call(lambda store: store.quarantine(kind, manifest.key, damage))
+        return None
 
     # ---- entries: writing -------------------------------------------------------------------------------------
 
