@@ -111,7 +111,7 @@ class Lease:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         # What was last seen of somebody else's lease, and since when it has not changed.
-        self._seen = b""
+        self._seen: bytes | None = None
         self._seen_at = 0.0
         self._next_look = 0.0
 

@@ -6,9 +6,25 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from trt_warmcache.events import Event, EventKind
 from trt_warmcache.manifest import BlobRef
 from trt_warmcache.stores import Lock, LockScope, Payload, Store, StoreCapabilities
 from trt_warmcache.testing import FlakyStore
+
+
+class Heard:
+    """A hook that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+
+    @property
+    def kinds(self) -> list[EventKind]:
+        """Kinds of the events, in order."""
+        return [event.kind for event in self.events]
 
 
 class Remote(FlakyStore):

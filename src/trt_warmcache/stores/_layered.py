@@ -243,8 +243,7 @@ class LayeredStore(Store):
             return None
         if self._write_to is WriteTo.NEAREST:
             return writable[0]
-        exclusive = [tier for tier in writable if tier.capabilities.exclusive_create]
-        return (exclusive or writable)[-1]
+        return writable[-1]
 
     # ---- objects ----------------------------------------------------------------------------------------------
 
@@ -297,10 +296,10 @@ class LayeredStore(Store):
         for tier in self._writable():
             yield from tier.call(lambda store: [*store.temporaries()], seconds=_LISTING_SECONDS)
 
-    def _first(self, ask: Callable[[_Tier], _T | None], tiers: Sequence[_Tier] | None = None) -> _T | None:
+    def _first(self, ask: Callable[[_Tier], _T | None]) -> _T | None:
         """The first answer that is not None. Failing layers are passed over, unless nobody answers at all."""
         answered, failure = False, None
-        for tier in tiers if tiers is not None else self._tiers:
+        for tier in self._tiers:
             try:
                 found = ask(tier)
             except StoreError as error:
@@ -409,20 +408,15 @@ class LayeredStore(Store):
         return [other for other in self._tiers[: self._tiers.index(tier)] if other.writable and other.accepts(tier)]
 
     def fetch(self, ref: BlobRef, *, rehash: bool = False) -> Payload:
-        damage: IntegrityError | None = None
+        damaged: dict[_Tier, IntegrityError] = {}
         failure: StoreError | None = None
         for tier in self._tiers:
             nearer = self._nearer(tier)
             try:
-                if nearer:
-                    return self._fill(ref, tier, nearer)
-                payload = tier.fetch(ref, rehash=rehash)
+                payload = self._fill(ref, tier, nearer) if nearer else tier.fetch(ref, rehash=rehash)
             except IntegrityError as error:
-                lost = error.reason == "missing-blob"
-                if damage is None or (damage.reason == "missing-blob" and not lost):
-                    damage = error
-                if not lost and tier.writable:
-                    self._set_blob_aside(tier, ref, error)
+                if error.reason != "missing-blob":
+                    damaged[tier] = error
             except StoreError as error:
                 if tier.layer.required:
                     raise
@@ -431,11 +425,13 @@ class LayeredStore(Store):
                 waiting = self._recall(ref)
                 if waiting is not None and tier.writable:
                     self._keep(tier, waiting, {ref.role: payload.view})
+                for where, damage in damaged.items():
+                    self._note_damage(where, ref, damage)
                 return payload
+        if damaged:
+            raise next(iter(damaged.values()))
         # A layer that did not answer may well have the bytes: its error is the truth, "missing" would be a guess.
-        if failure is not None and (damage is None or damage.reason == "missing-blob"):
-            raise failure
-        raise damage or missing(ref, self.url)
+        raise failure or missing(ref, self.url)
 
     def _fill(self, ref: BlobRef, source: _Tier, nearer: Sequence[_Tier]) -> Payload:
         """A blob from a far layer by way of the nearer ones: one download per machine, everybody maps the result."""
@@ -676,24 +672,13 @@ class LayeredStore(Store):
         except (StoreError, UntrustedError) as failure:
             log.warning("%s keeps a damaged entry: %s", tier.name, failure.message)
 
-    def _set_blob_aside(self, tier: _Tier, ref: BlobRef, error: IntegrityError) -> None:
-        """Note a damaged blob and take it away; a farther layer fills the gap."""
+    def _note_damage(self, tier: _Tier, ref: BlobRef, error: IntegrityError) -> None:
+        """Tell of a damaged blob that a farther layer has just made good."""
         self._emit(EventKind.QUARANTINED, reason=error.reason, layer=tier.name, text=error.message)
-        lock = tier.lock(f"fill-{ref.hex}")
-        try:
-            if lock is not None and not lock.try_acquire():
-                return
-            try:
-                tier.fetch(ref, rehash=True, counted=False).close()
-            except IntegrityError as found:
-                reason = f"{found.reason}: {found.message}\n".encode()
-                tier.call(lambda store: store.write(f"quarantine/blobs-{ref.hex}.reason", reason))
-                tier.call(lambda store: store.delete(blob_name(ref)))
-            finally:
-                if lock is not None:
-                    lock.release()
-        except StoreError as failure:
-            log.warning("%s keeps a damaged blob: %s", tier.name, failure.message)
+        if tier.writable:
+            note = f"{error.reason}: {error.message}\n".encode()
+            with suppress(StoreError):  # the note is for people; what counts is repaired
+                tier.call(lambda store: store.write(f"quarantine/blobs-{ref.hex}.reason", note))
 
     def _holds(self, digest: str) -> bool:
         with self._guard:
@@ -931,7 +916,8 @@ class _Tier:
             raise
         except (IntegrityError, UntrustedError) as error:
             self._record.failures = 0
-            if counted:
+            # A blob that is not here yet is how every far hit begins.
+            if counted and getattr(error, "reason", "") != "missing-blob":
                 with self._record.guard:
                     self._record.errors["damaged" if isinstance(error, IntegrityError) else "untrusted"] += 1
             raise
