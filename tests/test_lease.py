@@ -335,7 +335,9 @@ class Fleet:
         """Leave no process behind, whatever the test came to."""
         for child in self.children:
             child.kill()
-            child.communicate()
+            child.wait()
+            if child.stdout is not None:
+                child.stdout.close()
 
     def builds(self) -> list[dict[str, Any]]:
         """Builds that have begun."""
