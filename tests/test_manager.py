@@ -335,6 +335,13 @@ def test_model_changed_while_building(root: Path, model: Path) -> None:
         assert list(manager.store.entries(Kind.ENGINE)) == []
 
 
+def test_link_made_while_building(root: Path, model: Path, tmp_path: Path) -> None:
+    """A hard link made to the model during the build changes its status but not its bytes: no reason to fail."""
+    builder = FakeBuilder(on_build=lambda _: os.link(model, tmp_path / "link.onnx"))
+    with make(root, builder) as manager:
+        assert manager.get(model, profiles=PROFILE).stored
+
+
 def test_wrong_device_is_not_published(root: Path, model: Path) -> None:
     """A builder that reports another compute capability than asked: refused, both named, nothing stored."""
 
@@ -744,6 +751,25 @@ def test_nothing_is_printed(root: Path, model: Path, capfd: pytest.CaptureFixtur
     captured = capfd.readouterr()
     assert captured.out == ""
     assert captured.err == ""
+
+
+def test_warnings_are_not_printed_either(root: Path, model: Path) -> None:
+    """An application that configures no logging sees nothing on standard error, not even of a failed build."""
+    code = """
+import sys
+import trt_warmcache as twc
+from trt_warmcache.testing import FakeBuilder
+manager = twc.EngineManager(sys.argv[1], builder=FakeBuilder(error=twc.BuildError("no")), memo=twc.DigestMemo(None))
+try:
+    manager.get(sys.argv[2], profiles={"x": "2x4"})
+except twc.BuildError:
+    pass
+"""
+    import subprocess
+    import sys
+
+    done = subprocess.run([sys.executable, "-c", code, root, model], capture_output=True, check=True)
+    assert (done.stdout, done.stderr) == (b"", b"")
 
 
 @pytest.mark.parametrize("stage", ["lookup", "build", "publish", "verify"])

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 __all__ = ["Event", "EventKind", "Events", "Hook"]
 
 log = logging.getLogger("trt_warmcache")
+# Without a handler of its own, Python prints a library's warnings to standard error; this library never prints.
+log.addHandler(logging.NullHandler())
 
 
 class EventKind(str, Enum):
@@ -71,7 +73,7 @@ class Event:
 class Hook(Protocol):
     """Anything callable with an event. It runs on the thread where the event happens, so it should be quick."""
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: Event, /) -> None:
         """Take one event."""
 
 

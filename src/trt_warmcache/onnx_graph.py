@@ -576,12 +576,15 @@ def _external(tensor: str, elem_type: int, dims: list[int], entries: dict[str, s
             numbers[key] = int(entries[key])
     length = numbers.get("length")
     bits = _DTYPES.get(elem_type, ("", 0))[1]
+    nbytes = length if length is not None else (_elements(tensor, dims, at) * bits + 7) // 8
+    if nbytes > _MAX_BYTES:
+        _fail(f"external tensor {tensor!r} larger than any file", at)
     return ExternalTensor(
         tensor=tensor,
         location=entries["location"],
         offset=numbers.get("offset", 0),
         length=length,
-        nbytes=length if length is not None else (_elements(tensor, dims, at) * bits + 7) // 8,
+        nbytes=nbytes,
     )
 
 

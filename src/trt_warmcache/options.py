@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from trt_warmcache._fields import strict_fields, to_enum
+from trt_warmcache._fields import LARGEST_INT, printable, strict_fields, to_enum
 from trt_warmcache.errors import ConfigError
 
 __all__ = [
@@ -308,8 +308,14 @@ class BuildOptions:
             if value is not None:
                 check = _CHECKS.get(field.name) or _check_flag
                 object.__setattr__(self, field.name, check(f"BuildOptions.{field.name}", value))
-        if self.workspace is not None and self.memory_pools and MemoryPool.WORKSPACE in dict(self.memory_pools):
-            raise ConfigError("The workspace is given twice, as workspace and in memory_pools; keep one.")
+        pools = dict(self.memory_pools or {})
+        if MemoryPool.WORKSPACE in pools:
+            # Two spellings of one limit must be one key.
+            if self.workspace is not None:
+                raise ConfigError("The workspace is given twice, as workspace and in memory_pools; keep one.")
+            size = _CHECKS["workspace"]("BuildOptions.memory_pools['workspace']", pools.pop(MemoryPool.WORKSPACE))
+            object.__setattr__(self, "workspace", size)
+            object.__setattr__(self, "memory_pools", pools or None)
         if self.refittable_weights is not None and self.refit is not RefitMode.INDIVIDUAL:
             raise ConfigError("refittable_weights only means something with refit='individual'.")
         if self.exclude_lean_runtime and not self.version_compatible:
@@ -424,14 +430,14 @@ def _check_flag(field: str, value: Any) -> bool:
     return value
 
 
-def _whole(low: int, high: int | None = None) -> Any:
+def _whole(low: int, high: int = LARGEST_INT) -> Any:
     def check(field: str, value: Any) -> int:
         try:
             number = operator.index(value)
         except TypeError:
             raise ConfigError(f"{field} must be a whole number, not {value!r}.") from None
-        if isinstance(value, bool) or number < low or (high is not None and number > high):
-            limits = f"from {low} to {high}" if high is not None else f"{low} or more"
+        if isinstance(value, bool) or not low <= number <= high:
+            limits = f"from {low} to {high}" if high < LARGEST_INT else f"{low} or more, within 64 bits"
             raise ConfigError(f"{field} must be {limits}, not {value!r}.")
         return number
 
@@ -443,26 +449,31 @@ def _choice(kind: type[Enum]) -> Any:
 
 
 def _text(field: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or printable(value) != value:
         raise ConfigError(f"{field} must be non-empty text, not {value!r}.")
     return value
 
 
-def _names(*, ordered: bool) -> Any:
-    def check(field: str, value: Any) -> tuple[str, ...]:
-        if isinstance(value, str) or not isinstance(value, Iterable):
-            raise ConfigError(f"{field} must be a list of names, not {value!r}.")
-        names = [_text(field, name) for name in value]
-        return tuple(names) if ordered else tuple(sorted(set(names)))
+def _names(field: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ConfigError(f"{field} must be a list of names, not {value!r}.")
+    return tuple(sorted({_text(field, name) for name in value}))
 
-    return check
+
+def _upper_names(field: str, value: Any) -> tuple[str, ...]:
+    return tuple(sorted({name.upper() for name in _names(field, value)}))
 
 
 def _mapping(key: Any, item: Any) -> Any:
-    def check(field: str, value: Any) -> Mapping[Any, Any]:
+    def check(field: str, value: Any) -> Mapping[Any, Any] | None:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{field} must be a mapping, not {value!r}.")
-        return dict(sorted((key(field, name), item(f"{field}[{name!r}]", amount)) for name, amount in value.items()))
+        # Empty says as little as None, and must not give another key.
+        return (
+            None
+            if not value
+            else dict(sorted((key(field, name), item(f"{field}[{name!r}]", amount)) for name, amount in value.items()))
+        )
 
     return check
 
@@ -470,7 +481,7 @@ def _mapping(key: Any, item: Any) -> Any:
 _LAYER_TYPES = frozenset({"float32", "float16", "bfloat16", "int8"})
 
 
-def _layer_rules(field: str, value: Any) -> tuple[tuple[str, str], ...]:
+def _layer_rules(field: str, value: Any) -> tuple[tuple[str, str], ...] | None:
     rules = list(value.items()) if isinstance(value, Mapping) else value
     if not isinstance(rules, (list, tuple)) or not all(
         isinstance(rule, (list, tuple)) and len(rule) == 2 for rule in rules
@@ -480,7 +491,7 @@ def _layer_rules(field: str, value: Any) -> tuple[tuple[str, str], ...]:
         _text(field, pattern)
         if kind not in _LAYER_TYPES:
             raise ConfigError(f"{field}[{pattern!r}] must be one of {', '.join(sorted(_LAYER_TYPES))}, not {kind!r}.")
-    return tuple((pattern, kind) for pattern, kind in rules)
+    return tuple((pattern, kind) for pattern, kind in rules) or None
 
 
 _CHECKS: dict[str, Any] = {
@@ -489,7 +500,7 @@ _CHECKS: dict[str, Any] = {
     "optimization_level": _whole(0, 5),
     "avg_timing_iterations": _whole(1),
     "max_tactics": _whole(1),
-    "tactic_sources": _names(ordered=False),
+    "tactic_sources": _upper_names,
     "tiling": _choice(TilingLevel),
     "l2_limit_for_tiling": _whole(0),
     "max_aux_streams": _whole(0),
@@ -498,7 +509,7 @@ _CHECKS: dict[str, Any] = {
     "profiling_verbosity": _choice(ProfilingVerbosity),
     "hardware_compatibility": _choice(HardwareCompatibility),
     "refit": _choice(RefitMode),
-    "refittable_weights": _names(ordered=False),
+    "refittable_weights": _names,
     "preview_features": _mapping(_text, _check_flag),
     "dla_core": _whole(0),
     "runtime_platform": _text,

@@ -76,7 +76,8 @@ class Policy:
         driver_in_key: Let the driver version split the engine key. Off by default: plans survive driver updates.
 
     Raises:
-        ConfigError: An unknown field (naming the nearest), an unknown choice, or a number that is not positive.
+        ConfigError: An unknown field (naming the nearest), an unknown choice, or seconds that are negative or not
+            finite.
     """
 
     on_miss: OnMiss | Literal["build", "raise", "fallback"] = OnMiss.BUILD
@@ -107,7 +108,7 @@ class Policy:
 
 
 def check_seconds(value: object, field: str, *, optional: bool) -> None:
-    """Refuse anything but a positive, finite number of seconds (or None where that is meaningful)."""
+    """Refuse anything but a finite number of seconds, zero or more (or None where that is meaningful)."""
     if value is None and optional:
         return
     number = isinstance(value, (int, float)) and not isinstance(value, bool)

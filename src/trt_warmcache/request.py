@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
-from trt_warmcache._fields import strict_fields, unknown_field
+from trt_warmcache._fields import printable, strict_fields, unknown_field, user_path
 from trt_warmcache.errors import ConfigError
 from trt_warmcache.options import BuildOptions
 from trt_warmcache.policy import Policy, check_seconds
@@ -61,7 +60,7 @@ class EngineRequest:
         if isinstance(plugins, (str, os.PathLike)) or not isinstance(plugins, Iterable):
             plugins = (plugins,)
         try:
-            put(self, "plugins", tuple(Path(plugin).expanduser() for plugin in plugins))
+            put(self, "plugins", tuple(user_path(plugin) for plugin in plugins))
         except TypeError:
             raise ConfigError(f"plugins must be paths of libraries, not {self.plugins!r}.") from None
         for name, kind in (("options", BuildOptions), ("policy", Policy), ("target", Target)):
@@ -70,8 +69,8 @@ class EngineRequest:
                 raise ConfigError(f"{name} must be a {kind.__name__}, not {value!r}.")
         for name in ("recipe", "name", "version"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                raise ConfigError(f"{name} must be text, not {value!r}.")
+            if value is not None and (not isinstance(value, str) or printable(value) != value):
+                raise ConfigError(f"{name} must be text that UTF-8 can hold, not {value!r}.")
         check_seconds(self.timeout, "timeout", optional=True)
 
 

@@ -395,14 +395,28 @@ def _parse_error(parser: Any, messages: TrtLog) -> ModelError:
         return ModelError(
             "The parser refused this model: " + messages.reason("it gave no reason; check it with onnx.checker.")
         )
-    first = parser.get_error(0)
-    node = str(first.node_name()) if hasattr(first, "node_name") else ""
-    operator = str(first.node_operator()) if hasattr(first, "node_operator") else ""
+    errors = [parser.get_error(index) for index in range(parser.num_errors)]
+    first = errors[0]
+    node, operator = _node_of(first)
     where = f" at node {node!r}" if node else ""
     where += f" (operator {operator})" if operator else ""
+    # The description alone may be no more than the failed assertion, "false"; the code and the check say what it means.
+    kind = str(first.code()).rpartition(".")[2].lower().replace("_", " ")
+    others = sorted({found for _, found in map(_node_of, errors[1:]) if found and found != operator})
+    more = f" {len(errors) - 1} more errors follow" if len(errors) > 1 else ""
+    more += f", also at operators {', '.join(others[:8])}." if others else "." if more else ""
     return ModelError(
-        f"The parser refused this model{where}: {first.desc()}", node=node or None, operator=operator or None
+        f"The parser refused this model{where}: {kind}, {first.func()}: {first.desc()}.{more}",
+        node=node or None,
+        operator=operator or None,
     )
+
+
+def _node_of(error: Any) -> tuple[str, str]:
+    """Name and operator of the node that an error is about; the accessors came with 10.0."""
+    if not hasattr(error, "node_name"):
+        return "", ""
+    return str(error.node_name()), str(error.node_operator())
 
 
 def _require_values(profile: ShapeProfile, shape_tensors: list[str]) -> None:
