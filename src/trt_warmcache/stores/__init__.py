@@ -11,6 +11,7 @@ from trt_warmcache.stores._base import (
     Store,
     StoreCapabilities,
 )
+from trt_warmcache.stores._forward import ForwardingStore
 from trt_warmcache.stores._layered import Layer, LayerCounters, LayeredStore, WriteTo
 from trt_warmcache.stores._local import LocalStore
 from trt_warmcache.stores._memory import MemoryStore
@@ -18,6 +19,7 @@ from trt_warmcache.stores._open import open_store
 
 __all__ = [
     "EntryInfo",
+    "ForwardingStore",
     "Layer",
     "LayerCounters",
     "LayeredStore",

@@ -585,7 +585,7 @@ class LayeredStore(Store):
                 if tier.layer.required:
                     raise
                 failure = failure or error
-            except IntegrityError as error:
+            except (IntegrityError, UntrustedError) as error:
                 log.warning("not published into %s: %s", tier.name, error.message)
         if not kept and failure is not None:
             raise failure
