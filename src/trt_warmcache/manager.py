@@ -26,6 +26,7 @@ from trt_warmcache import manifest as manifests
 from trt_warmcache import timing
 from trt_warmcache._version import __version__
 from trt_warmcache.builders import BuildInputs, BuildOutput, EngineBuilder, Progress, select_builder
+from trt_warmcache.churn import ChurnWatch
 from trt_warmcache.engine import Engine, Outcome
 from trt_warmcache.errors import (
     BuildError,
@@ -52,6 +53,7 @@ from trt_warmcache.stores import Lock, Payload, Store, open_store
 from trt_warmcache.stores._local import LockUnavailable
 from trt_warmcache.target import Target
 from trt_warmcache.trust import Keyring, Signer, secured
+from trt_warmcache.uses import UseLog
 from trt_warmcache.warm import WarmReport, WarmRow
 
 __all__ = ["EngineManager"]
@@ -159,7 +161,9 @@ class EngineManager:
         self._memo = (
             memo if memo is not None else DigestMemo(default_memo_folder(os.environ), strict=self.policy.rehash)
         )
-        self._events = Events(hooks)
+        self._uses = UseLog(None if self._memo.folder is None else self._memo.folder / "uses")
+        self._events = Events((*hooks, self._uses))
+        self._churn = ChurnWatch(self._events)
         opened = open_store(store, memo=self._memo)
         opened.bind(self._events)
         self._keys = (signer, keyring)
@@ -325,6 +329,7 @@ class EngineManager:
             background.shutdown(wait=True, cancel_futures=True)
         for engine in list(self._engines):
             engine.close()
+        self._uses.flush()
         if self._owns_store:
             self.store.close()
 
@@ -458,6 +463,7 @@ class EngineManager:
             return None
         call.timings["verify"] = time.perf_counter() - looked
         self._events.emit(EventKind(outcome.value), key=digest, label=call.label)
+        self._churn.hit(manifest)
         return engine
 
     def _open(self, call: _Call, key: EngineKey, manifest: Manifest, outcome: Outcome) -> Engine:
@@ -791,6 +797,7 @@ class EngineManager:
             engine.stored, engine.publish_error = False, StoreError(error.message, store=self.store.url)
             return engine
         self._events.emit(EventKind.PUBLISHED, key=key.digest, label=call.label)
+        self._churn.built(manifest)
         return self._engine(call, key, manifest, Payload(plan), Outcome.BUILT)
 
     def _build_in_background(self, call: _Call) -> Future[Engine]:
