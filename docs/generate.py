@@ -54,6 +54,8 @@ _EVENTS = {
     "calibration_incomplete": "Tensors without a usable scale stay in floating point. `detail`: `missing`, `missing_count`, `unusable`, `unusable_count`.",
     "calibration_conflict": "A second calibration gave other scales for the same key; the first table stays. `detail`: `stored`, `refused`.",
     "calibration_unwritten": "TensorRT calibrated and wrote no table.",
+    "layer_down": "A layer of the store kept failing and is left alone for a while. `detail`: `layer`, `reason`, `seconds`.",
+    "lease_lost": "A lease was taken over while its holder was still building; the work goes on and the first entry wins.",
     "version_conflict": "Bindings and loaded library differ in version. `detail`: `bindings`, `library`.",
     "churn": "One request keeps getting new keys.",
     "drift": "The same inputs gave another plan than before.",
@@ -77,7 +79,17 @@ _API = {
     "Reports": ("Explanation", "WarmReport", "WarmRow"),
     "Keys and manifests": ("EngineKey", "TimingKey", "CalibrationKey", "Manifest", "KEY_SCHEMA"),
     "Events": ("Event", "Hook"),
-    "Stores": ("open_store", "LocalStore", "MemoryStore", "Store", "StoreCapabilities", "DigestMemo"),
+    "Stores": (
+        "open_store",
+        "LocalStore",
+        "MemoryStore",
+        "LayeredStore",
+        "Layer",
+        "Store",
+        "StoreCapabilities",
+        "DigestMemo",
+    ),
+    "Trust": ("Keyring", "Signer"),
     "Builders": ("EngineBuilder", "BuilderCapabilities", "BuildInputs", "BuildOutput", "Progress"),
 }
 
