@@ -17,6 +17,9 @@ from trt_warmcache._version import __version__
 
 if TYPE_CHECKING:
     from trt_warmcache.builders import BuilderCapabilities, BuildInputs, BuildOutput, EngineBuilder, Progress
+    from trt_warmcache.calibration import CalibrationTables, StoredTable
+    from trt_warmcache.calibration_data import Calibration, CalibrationAlgorithm, QdqOptions
+    from trt_warmcache.calibration_table import CalibrationTable, read_table
     from trt_warmcache.engine import Engine, Outcome
     from trt_warmcache.errors import (
         BuildError,
@@ -55,7 +58,11 @@ __all__ = [
     "BuildOutput",
     "BuildTimeout",
     "BuilderCapabilities",
+    "Calibration",
+    "CalibrationAlgorithm",
     "CalibrationKey",
+    "CalibrationTable",
+    "CalibrationTables",
     "ConfigError",
     "DigestMemo",
     "Engine",
@@ -77,11 +84,13 @@ __all__ = [
     "Outcome",
     "Policy",
     "Progress",
+    "QdqOptions",
     "ShapeProfile",
     "Store",
     "StoreCapabilities",
     "StoreError",
     "StoreReason",
+    "StoredTable",
     "TacticReplay",
     "Target",
     "TimingKey",
@@ -92,6 +101,7 @@ __all__ = [
     "WarmRow",
     "__version__",
     "open_store",
+    "read_table",
 ]
 
 #: Where each public name is defined. They are imported on first use, so that an application which imports this package
@@ -103,6 +113,13 @@ _HOME = {
     "BuildOutput": "trt_warmcache.builders",
     "EngineBuilder": "trt_warmcache.builders",
     "Progress": "trt_warmcache.builders",
+    "CalibrationTables": "trt_warmcache.calibration",
+    "StoredTable": "trt_warmcache.calibration",
+    "Calibration": "trt_warmcache.calibration_data",
+    "CalibrationAlgorithm": "trt_warmcache.calibration_data",
+    "QdqOptions": "trt_warmcache.calibration_data",
+    "CalibrationTable": "trt_warmcache.calibration_table",
+    "read_table": "trt_warmcache.calibration_table",
     "Engine": "trt_warmcache.engine",
     "Outcome": "trt_warmcache.engine",
     "BuildError": "trt_warmcache.errors",

@@ -23,6 +23,9 @@ from trt_warmcache.builders._timing import (
     lost,
     pin_entries,
 )
+from trt_warmcache.calibration_data import CalibrationAlgorithm
+from trt_warmcache.calibration_table import CalibrationTable
+from trt_warmcache.calibrators import CalibratorOutcome, make_calibrator
 from trt_warmcache.errors import BuildError, ConfigError
 from trt_warmcache.memo import DigestMemo
 from trt_warmcache.options import BuildOptions, TimingMode
@@ -69,14 +72,19 @@ class TensorRTBuilder(NvInferBuilder):
     def _set_calibration(self, setup: Setup, inputs: BuildInputs) -> Any:
         if inputs.calibration is None:
             return None
-        if not hasattr(setup.trt, "IInt8EntropyCalibrator2"):
-            raise ConfigError(
-                f"TensorRT {self.version()} has no calibrators: they ended with 10.x. Turn the table into Q/DQ nodes of the model instead."
-            )
-        calibrator = make_table_reader(setup.trt, inputs.calibration)
+        table = CalibrationTable.parse(inputs.calibration)
+        calibrator = make_calibrator(
+            setup.trt, CalibrationAlgorithm.of_header(table.algorithm), None, lambda: table, lambda _: None
+        )
         with without_deprecation():
             setup.config.int8_calibrator = calibrator
         return calibrator
+
+    def _finish_calibration(self, calibrator: Any) -> None:
+        if calibrator is not None and calibrator.finish() is not CalibratorOutcome.REUSED:
+            raise BuildError(
+                f"TensorRT {self.version()} built without asking for the calibration table, so nothing in this engine is calibrated. Set BuildOptions(int8=True), and leave out options that switch int8 off."
+            )
 
     def _set_extras(self, setup: Setup, inputs: BuildInputs, messages: TrtLog) -> _Extras:
         options, extras = inputs.options, _Extras()
@@ -216,25 +224,3 @@ class _Extras:
     timing: AttachedTiming | None = None
     selector: Any = None
     unpinned: tuple[str, ...] = ()
-
-
-def make_table_reader(trt: Any, table: bytes) -> Any:
-    """A calibrator that only hands over a finished table; it is never asked for data unless TensorRT refuses the table."""
-
-    class TableReader(trt.IInt8EntropyCalibrator2):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.IInt8EntropyCalibrator2.__init__(self)
-
-        def get_batch_size(self) -> int:
-            return 1
-
-        def get_batch(self, names: list[str]) -> None:
-            return None
-
-        def read_calibration_cache(self) -> bytes:
-            return table
-
-        def write_calibration_cache(self, cache: Any) -> None:
-            return None
-
-    return TableReader()
