@@ -77,7 +77,7 @@ _API = {
     "Keys and manifests": ("EngineKey", "TimingKey", "CalibrationKey", "Manifest", "KEY_SCHEMA"),
     "Events": ("Event", "Hook"),
     "Stores": ("open_store", "LocalStore", "MemoryStore", "Store", "StoreCapabilities", "DigestMemo"),
-    "Builders": ("EngineBuilder", "BuilderCapabilities", "BuildInputs", "BuildOutput", "Progress", "TacticReplay"),
+    "Builders": ("EngineBuilder", "BuilderCapabilities", "BuildInputs", "BuildOutput", "Progress"),
 }
 
 #: Names that have a page of their own.
