@@ -64,6 +64,7 @@ _EVENTS = {
 _API = {
     "Getting engines": ("EngineManager", "Engine", "Outcome", "EngineRequest", "ShapeProfile", "Target"),
     "Policy": ("Policy",),
+    "Tactics": ("TacticReplay",),
     "INT8 calibration": (
         "Calibration",
         "CalibrationAlgorithm",
