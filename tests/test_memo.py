@@ -15,7 +15,7 @@ from trt_warmcache import memo as module
 from trt_warmcache.memo import DigestMemo, default_memo_folder
 
 if TYPE_CHECKING:
-    from conftest import RunPython
+    from tests.conftest import RunPython
 
 HOUR = 3600 * 10**9
 

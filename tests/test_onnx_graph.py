@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
+from tests import models
 
-import models
 from trt_warmcache import onnx_graph
 from trt_warmcache.errors import ModelError
 from trt_warmcache.onnx_graph import FileView, summarize, summary_from_json, summary_to_json, tensor_names

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests import models
 
-import models
 from trt_warmcache.errors import ConfigError
 from trt_warmcache.onnx_graph import ModelSummary, summarize
 from trt_warmcache.profiles import (

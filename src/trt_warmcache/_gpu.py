@@ -118,11 +118,7 @@ def query_gpu(
     if cuda is None:
         cuda = LibCuda()
     if nvml is None:
-        try:
-            import pynvml
-        except ImportError as error:
-            raise ConfigError(f"Detecting the GPU needs NVML's bindings; {_INSTALL_NVML}.") from error
-        nvml = pynvml
+        nvml = _import_nvml()
     ordinal, uuid = _find(device, cuda, environ)
     try:
         nvml.nvmlInit()
@@ -150,6 +146,14 @@ def query_gpu(
         ) from error
     finally:
         nvml.nvmlShutdown()
+
+
+def _import_nvml() -> Any:
+    try:
+        import pynvml
+    except ImportError as error:
+        raise ConfigError(f"Detecting the GPU needs NVML's bindings; {_INSTALL_NVML}.") from error
+    return pynvml
 
 
 def _find(device: int | str, cuda: CudaDriver, environ: Mapping[str, str]) -> tuple[int, str]:

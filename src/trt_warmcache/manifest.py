@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import blake3
 import msgspec
 
-from trt_warmcache.errors import ConfigError, IntegrityError
+from trt_warmcache.errors import IntegrityError
 from trt_warmcache.keys import KEY_SCHEMA, Key, Kind, digest_of
 
 __all__ = [
@@ -232,20 +233,19 @@ def decode(data: bytes, *, kind: Kind, digest: str) -> Manifest:
     for blob in manifest.blobs:
         expected = -(-blob.size // CHUNK_BYTES) if blob.size > CHUNK_BYTES else 0
         hexes = (blob.hex, *blob.chunks)
-        if blob.size < 0 or not all(map(_is_digest, hexes)) or len(blob.chunks) not in {0, expected}:
+        if blob.size < 0 or not all(map(_HEX_DIGEST.fullmatch, hexes)) or len(blob.chunks) not in {0, expected}:
             raise damaged(f"describes an impossible {blob.role!r} payload")
     return manifest
+
+
+_HEX_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def _gives(kind: Kind, parts: Mapping[str, Any], digest: str) -> bool:
     try:
         return digest_of(kind, parts) == digest
-    except (ConfigError, RecursionError):  # parts that no key can have
+    except (ValueError, RecursionError):  # parts that no key can have
         return False
-
-
-def _is_digest(text: str) -> bool:
-    return len(text) == 64 and all(char in "0123456789abcdef" for char in text)
 
 
 def _other_format(data: bytes) -> str | None:

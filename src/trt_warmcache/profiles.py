@@ -220,9 +220,8 @@ def profile_gaps(wanted: Sequence[ShapeProfile], stored: Sequence[ShapeProfile])
     gaps: list[str] = []
     for profile in wanted:
         if not any(have.covers(profile) for have in stored):
-            shortfalls = [_shortfalls(profile, have) for have in stored] or [["it has no profile"]]
-            closest: list[str] = min(shortfalls, key=len)
-            gaps += closest
+            shortfalls = sorted((_shortfalls(profile, have) for have in stored), key=len)
+            gaps += shortfalls[0] if shortfalls else ["it has no profile"]
     return tuple(gaps)
 
 
