@@ -14,8 +14,8 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
+from tests import models
 
-import models
 from trt_warmcache.errors import ConfigError, ModelError
 from trt_warmcache.memo import DigestMemo
 from trt_warmcache.model import ModelSource, file_digest
@@ -418,7 +418,7 @@ def test_changes_during_a_build_show(tmp_path: Path, victim: str, how: str) -> N
     if how == "delete":
         file.unlink()
     elif how == "replace":
-        (tmp_path / "new").write_bytes(data)
+        (tmp_path / "new").write_bytes(bytes([data[0] ^ 1]) + data[1:])
         (tmp_path / "new").replace(file)
     else:
         file.write_bytes(bytes([data[0] ^ 1]) + data[1:])
