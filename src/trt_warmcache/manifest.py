@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -241,11 +242,23 @@ def decode(data: bytes, *, kind: Kind, digest: str) -> Manifest:
 _HEX_DIGEST = re.compile("[0-9a-f]{64}")
 
 
+#: Parts that were found to give a digest, by digest: the same manifest is read at every hit of a service. Copies, so
+#: that nobody who holds a manifest can change them.
+_PROVED: dict[tuple[Kind, str], Mapping[str, Any]] = {}
+
+
 def _gives(kind: Kind, parts: Mapping[str, Any], digest: str) -> bool:
+    if _PROVED.get((kind, digest)) == parts:
+        return True
     try:
-        return digest_of(kind, parts) == digest
+        proved = digest_of(kind, parts) == digest
     except (ValueError, RecursionError):  # parts that no key can have
         return False
+    if proved:
+        if len(_PROVED) >= 256:
+            _PROVED.clear()
+        _PROVED[kind, digest] = copy.deepcopy(parts)
+    return proved
 
 
 def _other_format(data: bytes) -> str | None:
