@@ -78,7 +78,7 @@ class CutBody:
     Attributes:
         keep: Bytes of the body that arrive.
         fix_length: With false, the connection breaks in the middle, which clients notice. With true, the answer
-            claims to be complete at that length, as from a torn object.
+            claims to be complete at that length, as from a torn object; only answers that state a length can lie so.
     """
 
     keep: int
@@ -277,10 +277,11 @@ class FaultProxy:
             self._listener.close()
         self._release()
         await self._cut_connections()
-        tasks = list(self._connections)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        # Before Python 3.12, wait_for swallows a cancellation that meets its result: ask again until all have ended.
+        while tasks := list(self._connections):
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=0.1)
         # Transports close in the loop's next turns; without them their sockets would leak.
         await asyncio.sleep(0.02)
         await self._loop.shutdown_asyncgens()
@@ -400,7 +401,7 @@ class FaultProxy:
             await asyncio.wait_for(self._released.wait(), min(seconds, _LIMIT))
 
     async def _refuse(self, writer: asyncio.StreamWriter, request: Request, effect: Answer) -> bool:
-        lines, body = error_answer(self._server.protocol, effect)
+        lines, body = error_answer(self._server.protocol, effect, request)
         writer.write("\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode())
         if request.method != "HEAD":
             writer.write(body)
@@ -440,7 +441,7 @@ _GCS_CODES = {
 }
 
 
-def error_answer(protocol: str, answer: Answer) -> tuple[list[str], bytes]:
+def error_answer(protocol: str, answer: Answer, request: Request) -> tuple[list[str], bytes]:
     """Gives status line with headers, and body, of an error as the service of ``protocol`` words it."""
     codes = {"s3": _S3_CODES, "az": _AZURE_CODES, "gcs": _GCS_CODES}[protocol]
     code = answer.code or codes[answer.status]
@@ -449,12 +450,15 @@ def error_answer(protocol: str, answer: Answer) -> tuple[list[str], bytes]:
         lines.append(f"Retry-After: {answer.retry_after}")
     if protocol == "gcs":
         reason = {"domain": "global", "reason": code, "message": "injected"}
-        error = {"code": answer.status, "message": "injected", "errors": [reason]}
-        return [*lines, "Content-Type: application/json"], json.dumps({"error": error}).encode()
+        content = {"error": {"code": answer.status, "message": "injected", "errors": [reason]}}
+        return [*lines, "Content-Type: application/json"], json.dumps(content).encode()
     if protocol == "az":
         lines.append(f"x-ms-error-code: {code}")
-    body = f'<?xml version="1.0" encoding="utf-8"?><Error><Code>{code}</Code><Message>injected</Message></Error>'
-    return [*lines, "Content-Type: application/xml"], body.encode()
+    # S3 names the condition that failed, and s3fs goes by it.
+    failed = [name for name in ("If-None-Match", "If-Match") if name.lower() in request.headers]
+    condition = f"<Condition>{failed[0]}</Condition>" if answer.status == 412 and failed else ""
+    error = f"<Error><Code>{code}</Code><Message>injected</Message>{condition}</Error>"
+    return [*lines, "Content-Type: application/xml"], f'<?xml version="1.0" encoding="utf-8"?>{error}'.encode()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fsspec import AbstractFileSystem
-    from tests.servers import Request, ServerInfo
+    from tests.servers import ServerInfo
 
 RACERS = 8
 PAYLOAD = bytes(range(256)) * 1024
@@ -42,8 +42,8 @@ def client_of(info: ServerInfo) -> AbstractFileSystem:
     return filesystem
 
 
-def is_data_read(request: Request) -> bool:
-    return request.method == "GET" and "victim" in request.target
+def write_method(info: ServerInfo) -> str:
+    return "POST" if info.protocol == "gcs" else "PUT"
 
 
 def test_round_trip(storage_server: ServerInfo, tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_fresh_buckets_are_empty_and_different(storage_server: ServerInfo) -> No
 
 @pytest.mark.parametrize("attempt", range(3))
 def test_create_race_has_the_winners_that_the_server_promises(storage_server: ServerInfo, attempt: int) -> None:
-    """Of 8 threads that create one object, one wins, except on the server that ignores conditions, where all do."""
+    """Of 8 threads that create one object, one wins; many do on the server that ignores conditions."""
     filesystem = storage_server.filesystem()
     path = f"{storage_server.fresh_bucket()}/claim-{attempt}"
     barrier = Barrier(RACERS)
@@ -99,7 +99,7 @@ def test_create_race_has_the_winners_that_the_server_promises(storage_server: Se
     winners = [racer for racer, error in enumerate(outcomes) if error is None]
     losers = [error for error in outcomes if error is not None]
     if storage_server.refusal is Refusal.NEVER:
-        assert len(winners) == RACERS
+        assert len(winners) > 1, outcomes
         return
     assert len(winners) == 1, outcomes
     assert filesystem.cat_file(path) == f"racer {winners[0]}".encode()
@@ -160,8 +160,7 @@ def test_dropped_answer_of_a_write_leaves_the_object(
     info = server_of(kind)
     proxy = proxied(info)
     bucket = info.fresh_bucket()
-    method = "POST" if info.protocol == "gcs" else "PUT"
-    lost = proxy.inject(DropAnswer(), method=method, nth=2)
+    lost = proxy.inject(DropAnswer(), method=write_method(info), nth=2)
     filesystem = client_of(proxy.info)
     filesystem.pipe_file(f"{bucket}/first", PAYLOAD)
     # Some clients repeat the write by themselves; others raise, each an error of its own.
@@ -185,8 +184,8 @@ def test_lost_answer_of_a_create_looks_like_a_lost_race(
 
 
 @by_wire_protocol
-@pytest.mark.parametrize("status", [403, 404, 409, 412, 429, 500])
-def test_status_answers_reach_the_client_without_the_work_being_done(
+@pytest.mark.parametrize("status", [403, 404, 409, 412])
+def test_refusals_reach_the_client_without_the_work_being_done(
     kind: ServerKind,
     status: int,
     server_of: Callable[[ServerKind], ServerInfo],
@@ -196,14 +195,32 @@ def test_status_answers_reach_the_client_without_the_work_being_done(
     info = server_of(kind)
     proxy = proxied(info)
     bucket = info.fresh_bucket()
-    method = "POST" if info.protocol == "gcs" else "PUT"
-    refused = proxy.inject(Answer(status), method=method, times=1000)
+    refused = proxy.inject(Answer(status), method=write_method(info), times=1000)
     with pytest.raises(Exception) as caught:  # noqa: PT011 - each client has its own classes
         client_of(proxy.info).pipe_file(f"{bucket}/victim", b"x")
     assert refused.hits >= 1
     assert not info.filesystem().exists(f"{bucket}/victim")
     if status == 403 and info.protocol == "s3":
         assert isinstance(caught.value, PermissionError)
+
+
+@pytest.mark.parametrize("kind", [ServerKind.MOTO, ServerKind.FAKE_GCS], ids=lambda kind: kind.value)
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_passing_trouble_is_repeated_by_the_client(
+    kind: ServerKind,
+    status: int,
+    server_of: Callable[[ServerKind], ServerInfo],
+    proxied: Callable[[ServerInfo], FaultProxy],
+) -> None:
+    """One answer that asks for patience is understood as such: the client repeats the write, and it arrives."""
+    info = server_of(kind)
+    proxy = proxied(info)
+    bucket = info.fresh_bucket()
+    busy = proxy.inject(Answer(status), method=write_method(info))
+    proxy.info.filesystem().pipe_file(f"{bucket}/victim", b"x")
+    assert busy.hits == 1
+    assert [request.effect for request in proxy.requests if request.method == write_method(info)] == [busy.effect, None]
+    assert info.filesystem().cat_file(f"{bucket}/victim") == b"x"
 
 
 def get(url: str) -> bytes:
