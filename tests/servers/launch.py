@@ -72,7 +72,8 @@ def running(kind: ServerKind, folder: Path) -> Iterator[ServerInfo]:
     for attempt in range(1, _START_ATTEMPTS + 1):
         data = folder / f"data-{attempt}"
         data.mkdir(parents=True)
-        process, info = _start(kind, folder, data)
+        ports = free_ports(8)
+        process, info = _start(kind, folder, data, ports)
         try:
             process.wait_until(partial(accepts_connections, info.port))
             process.wait_until(partial(_round_trip, info))
@@ -89,11 +90,13 @@ def running(kind: ServerKind, folder: Path) -> Iterator[ServerInfo]:
         process.stop()
         # The log stays beside it.
         shutil.rmtree(data)
+        if kind is ServerKind.SEAWEEDFS:
+            _remove_sockets(ports)
 
 
-def _start(kind: ServerKind, folder: Path, data: Path) -> tuple[ServerProcess, ServerInfo]:
+def _start(kind: ServerKind, folder: Path, data: Path, ports: list[int]) -> tuple[ServerProcess, ServerInfo]:
     log = folder / "server.log"
-    port, *others = free_ports(8)
+    port, *others = ports
     environment: dict[str, str] = {}
     if kind is ServerKind.MOTO:
         _require_distribution("moto", "moto[server]")
@@ -146,17 +149,31 @@ def _seaweedfs(data: Path, port: int, others: list[int]) -> list[str]:
         f"-s3.port={port}",
         f"-s3.port.grpc={s3_grpc}",
         f"-s3.config={config}",
+        # Two more interfaces, on fixed ports where a second server would find them taken.
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
         # Each bucket is a collection with volumes of its own: small ones, and enough of them for many tests.
         "-master.volumeSizeLimitMB=64",
         "-volume.max=1000",
     ]
 
 
+def _remove_sockets(ports: list[int]) -> None:
+    # It puts them into /tmp whatever it is told, and leaves them there when killed.
+    for port in ports:
+        for path in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
+            path.unlink()
+
+
 def _round_trip(info: ServerInfo) -> None:
-    filesystem = info.filesystem()
-    bucket = info.fresh_bucket()
-    filesystem.pipe_file(f"{bucket}/ready", b"ready")
-    if filesystem.cat_file(f"{bucket}/ready") != b"ready":
+    try:
+        filesystem = info.filesystem()
+        bucket = info.fresh_bucket()
+        filesystem.pipe_file(f"{bucket}/ready", b"ready")
+        content = filesystem.cat_file(f"{bucket}/ready")
+    except Exception as error:
+        raise OSError(f"no round trip yet: {error!r}") from error
+    if content != b"ready":
         raise OSError("the object read back differs")
 
 

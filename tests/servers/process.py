@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
 import time
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
+_SERVER_PORTS = range(20_000, 32_000)
 
 
 class ServerError(RuntimeError):
@@ -24,13 +26,17 @@ class ServerError(RuntimeError):
 def free_ports(count: int) -> list[int]:
     """Gives ``count`` different TCP ports that are free on loopback now.
 
-    Another process can take one before the server binds it, so starting is retried with new ports.
+    They lie below the range from which the kernel takes ports for outgoing connections, so that none of those is in
+    the way when the server binds. Another process can still be quicker, so starting is retried with new ports.
     """
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((LOOPBACK, 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+    ports: list[int] = []
+    for port in random.sample(_SERVER_PORTS, len(_SERVER_PORTS)):
+        with socket.socket() as candidate, contextlib.suppress(OSError):
+            candidate.bind((LOOPBACK, port))
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise ServerError(f"fewer than {count} free ports between {_SERVER_PORTS.start} and {_SERVER_PORTS.stop}")
 
 
 class ServerProcess:
