@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from trt_warmcache.policy import Policy
     from trt_warmcache.profiles import ShapeProfile
     from trt_warmcache.request import EngineRequest
-    from trt_warmcache.stores import LocalStore, MemoryStore, Store, StoreCapabilities, open_store
+    from trt_warmcache.stores import FsspecStore, LocalStore, MemoryStore, Store, StoreCapabilities, open_store
     from trt_warmcache.target import Target
     from trt_warmcache.warm import WarmReport, WarmRow
 
@@ -65,6 +65,7 @@ __all__ = [
     "Event",
     "EventKind",
     "Explanation",
+    "FsspecStore",
     "Hook",
     "IncompatibleError",
     "IntegrityError",
@@ -130,6 +131,7 @@ _HOME = {
     "Policy": "trt_warmcache.policy",
     "ShapeProfile": "trt_warmcache.profiles",
     "EngineRequest": "trt_warmcache.request",
+    "FsspecStore": "trt_warmcache.stores",
     "LocalStore": "trt_warmcache.stores",
     "MemoryStore": "trt_warmcache.stores",
     "Store": "trt_warmcache.stores",

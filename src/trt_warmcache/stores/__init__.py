@@ -11,12 +11,15 @@ from trt_warmcache.stores._base import (
     Store,
     StoreCapabilities,
 )
+from trt_warmcache.stores._fsspec import Compression, FsspecStore, Transport
 from trt_warmcache.stores._local import LocalStore
 from trt_warmcache.stores._memory import MemoryStore
 from trt_warmcache.stores._open import open_store
 
 __all__ = [
+    "Compression",
     "EntryInfo",
+    "FsspecStore",
     "LocalStore",
     "Lock",
     "LockScope",
@@ -25,5 +28,6 @@ __all__ = [
     "Payload",
     "Store",
     "StoreCapabilities",
+    "Transport",
     "open_store",
 ]
