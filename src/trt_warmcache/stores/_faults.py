@@ -189,6 +189,8 @@ def _codes(link: BaseException) -> Iterator[str]:
 
 
 def _status(link: BaseException) -> int:
+    if type(link).__module__ == "aiohttp.http_exceptions":
+        return 0  # the client's own finding in a broken answer, worded as a status
     response = getattr(link, "response", None)
     if isinstance(response, dict):
         return _number(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))

@@ -122,10 +122,11 @@ class _RequestError(StoreError):
     """A store error that remembers what it meant; never leaves this module as a type of its own."""
 
     fault: Fault = Fault.FATAL
+    final: bool = False  # was tried again already, for as long as allowed
 
     def __reduce__(self) -> tuple[Any, ...]:
         made, (_, *rest) = super().__reduce__()
-        rest[1] = {name: value for name, value in rest[1].items() if name != "fault"}
+        rest[1] = {name: value for name, value in rest[1].items() if name not in {"fault", "final"}}
         return (made, (StoreError, *rest))
 
 
@@ -241,30 +242,32 @@ class FsspecStore(Store):
             # Some backends connect at once, and raise whatever their protocol raises.
             raise self._error(error, "connect") from self._cause(error)
 
-    def _call(self, doing: str, act: Callable[[Wire, float], _T], *, share: int = _ATTEMPTS_PER_DEADLINE) -> _T:
+    def _call(self, doing: str, act: Callable[[Wire, float], _T], *, deadlines: int = 1) -> _T:
         """Send a request until it is answered, refused, or out of time.
 
         Args:
             doing: For messages.
             act: Sends it once, within the seconds given.
-            share: A single attempt may take this part of the deadline.
+            deadlines: How many times the deadline it may take: for work that is many requests.
 
         Raises:
             _RequestError: Any failure, told apart by its ``fault``.
         """
         import stamina
 
-        deadline = time.monotonic() + self._timeout
+        limit = self._timeout * deadlines
+        deadline = time.monotonic() + limit
 
         def again(error: Exception) -> bool:
-            return isinstance(error, _RequestError) and error.fault.passes and time.monotonic() < deadline
+            passes = isinstance(error, _RequestError) and error.fault.passes and not error.final
+            return passes and time.monotonic() < deadline
 
         for attempt in stamina.retry_context(
-            on=again, attempts=None, timeout=self._timeout, wait_initial=0.1, wait_max=5.0, wait_jitter=0.5
+            on=again, attempts=None, timeout=limit, wait_initial=0.1, wait_max=5.0, wait_jitter=0.5
         ):
             with attempt:
                 left = max(0.05, deadline - time.monotonic())
-                return self._once(doing, act, min(left, self._timeout / share))
+                return self._once(doing, act, min(left, self._timeout / _ATTEMPTS_PER_DEADLINE))
         raise AssertionError("stamina ends with a result or an error")
 
     def _once(self, doing: str, act: Callable[[Wire, float], _T], seconds: float) -> _T:
@@ -370,7 +373,8 @@ class FsspecStore(Store):
                 raise
             self._confirm_bucket(doing)
             return None
-        self._bucket_seen = True
+        # An empty answer proves nothing: some services list a bucket that is not there as an empty one.
+        self._bucket_seen = self._bucket_seen or bool(result)
         return result
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -438,13 +442,20 @@ class FsspecStore(Store):
         self._refuse_if_read_only(f"write {name}")
         view = memoryview(data).cast("B")
 
+        def part(act: Callable[[float], _T]) -> _T:
+            try:
+                return self._call(f"write a part of {name}", lambda _, seconds: act(seconds))
+            except _RequestError as error:
+                error.final = True
+                raise
+
         def send(wire: Wire, seconds: float) -> None:
             if view.nbytes > _LARGE:
-                wire.upload(name, view, seconds, self._concurrency)
+                wire.upload(name, view, seconds, self._concurrency, part)
             else:
                 wire.put(name, as_bytes(data), seconds)
 
-        self._call_write(f"write {name}", send)
+        self._call_write(f"write {name}", send, deadlines=1 + view.nbytes // _LARGE)
 
     def create(self, name: str, data: Any) -> bool:
         self._refuse_if_read_only(f"write {name}")
@@ -530,9 +541,9 @@ class FsspecStore(Store):
                 return None
             raise
 
-    def _call_write(self, doing: str, act: Callable[[Wire, float], _T]) -> _T:
+    def _call_write(self, doing: str, act: Callable[[Wire, float], _T], *, deadlines: int = 1) -> _T:
         try:
-            result = self._call(doing, act)
+            result = self._call(doing, act, deadlines=deadlines)
         except _RequestError as error:
             if error.fault is Fault.MISSING:
                 raise self._no_bucket(doing) from error  # nothing else can be missing for a write
@@ -567,9 +578,8 @@ class FsspecStore(Store):
     def _probe(self) -> _Proof:
         if not self.wire.conditional:
             return _Proof()
-        name = f"leases/.probe-{secrets.token_hex(16)}"
         try:
-            return self._call_write("try conditional writes", lambda wire, seconds: self._try_out(wire, name, seconds))
+            return self._call_write("try conditional writes", self._try_out)
         except _RequestError as error:
             if error.fault is Fault.DENIED:
                 return _Proof(writable=False)
@@ -577,25 +587,29 @@ class FsspecStore(Store):
                 log.debug("%s refuses conditional writes: %s", self.url, error.message)
                 return _Proof()
             raise
-        finally:
-            self._tidy(name)
 
-    def _try_out(self, wire: Wire, name: str, seconds: float) -> _Proof:
+    def _try_out(self, wire: Wire, seconds: float) -> _Proof:
         """Race some writers for one object, then try what must be refused."""
+        name = f"leases/.probe-{secrets.token_hex(16)}"
         barrier = threading.Barrier(_RACERS)
 
         def compete(number: int) -> bool:
             barrier.wait(seconds)
             return self._accepted(lambda: wire.create(name, b"racer %d" % number, seconds))
 
-        with ThreadPoolExecutor(_RACERS, "trt_warmcache-probe") as pool:
-            wins = list(pool.map(compete, range(_RACERS)))
-        present = self._look(wire, name, 100, seconds)
-        if wins.count(True) != 1 or present != b"racer %d" % wins.index(True):
-            return _Proof()
-        if self._accepted(lambda: wire.create(name, b"late", seconds)):
-            return _Proof()
-        return _Proof(create=True, replace=self._replaces(wire, name, seconds))
+        try:
+            with ThreadPoolExecutor(_RACERS, "trt_warmcache-probe") as pool:
+                wins = list(pool.map(compete, range(_RACERS)))
+            if not any(wins):
+                # Every racer was told of a collision: nothing is known yet.
+                raise FileExistsError(name)
+            if wins.count(True) > 1 or self._look(wire, name, 100, seconds) != b"racer %d" % wins.index(True):
+                return _Proof()
+            if self._accepted(lambda: wire.create(name, b"late", seconds)):
+                return _Proof()
+            return _Proof(create=True, replace=self._replaces(wire, name, seconds))
+        finally:
+            self._tidy(name)
 
     def _replaces(self, wire: Wire, name: str, seconds: float) -> bool:
         tag = wire.head(name, seconds).tag

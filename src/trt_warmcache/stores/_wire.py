@@ -15,7 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FsspecWire", "Head", "Wire", "fsspec_wire"]
+__all__ = ["FsspecWire", "Head", "Part", "Wire", "fsspec_wire"]
+
+#: Calls what it is given with the seconds allowed, again where that fails and may pass.
+Part = Callable[[Callable[[float], Any]], Any]
 
 #: Part of a multipart upload. S3 allows 10,000 parts, so this reaches objects of 160 GiB.
 PART_BYTES = 16 * 1024 * 1024
@@ -79,7 +82,7 @@ class Wire(ABC):
         """Write an object on condition that it still is the version `tag`."""
         raise NotImplementedError
 
-    def upload(self, name: str, data: memoryview, seconds: float, workers: int) -> None:
+    def upload(self, name: str, data: memoryview, seconds: float, workers: int, part: Part) -> None:
         """Write a large object. Readers see nothing of it before it is whole.
 
         Args:
@@ -87,8 +90,9 @@ class Wire(ABC):
             data: Bytes.
             seconds: Limit for each part.
             workers: Parts under way at once.
+            part: Sends one part, again where that fails and may pass.
         """
-        self.put(name, data, seconds * max(1, data.nbytes // (4 * PART_BYTES)))
+        self.put(name, data, seconds * (1 + data.nbytes // (2 * PART_BYTES)))
 
 
 class FsspecWire(Wire):
@@ -194,7 +198,7 @@ class _S3Wire(_CloudWire):
     def replace(self, name: str, data: bytes, tag: str, seconds: float) -> None:
         self.run(seconds, "pipe_file", self.path(name), data, IfMatch=tag)
 
-    def upload(self, name: str, data: memoryview, seconds: float, workers: int) -> None:
+    def upload(self, name: str, data: memoryview, seconds: float, workers: int, part: Part) -> None:
         from concurrent.futures import ThreadPoolExecutor
 
         bucket, key, _ = self.fs.split_path(self.path(name))
@@ -203,8 +207,8 @@ class _S3Wire(_CloudWire):
         where["UploadId"] = started["UploadId"]
 
         def send(number: int) -> dict[str, Any]:
-            part = bytes(data[(number - 1) * PART_BYTES : number * PART_BYTES])
-            sent = self.run(seconds, "call_s3", "upload_part", **where, PartNumber=number, Body=part)
+            body = bytes(data[(number - 1) * PART_BYTES : number * PART_BYTES])
+            sent = part(lambda left: self.run(left, "call_s3", "upload_part", **where, PartNumber=number, Body=body))
             return {"PartNumber": number, "ETag": sent["ETag"]}
 
         try:
@@ -246,33 +250,31 @@ class _GcsWire(_CloudWire):
 class _AzureWire(_CloudWire):
     def __init__(self, filesystem: Any, root: str) -> None:
         super().__init__(filesystem, root)
-        retry = getattr(getattr(filesystem.service_client, "_config", None), "retry_policy", None)
-        if retry is not None:
-            retry.total_retries = 0
+        config = getattr(filesystem.service_client, "_config", None)
+        if config is not None:
+            config.retry_policy.total_retries = 0
+            # By default everything up to 64 MiB goes in one request, and larger blobs in pieces of 4 MiB.
+            config.max_single_put_size = 2 * PART_BYTES
+            config.max_block_size = PART_BYTES
 
     def head(self, name: str, seconds: float) -> Head:
-        return self._on_blob(name, seconds, _azure_head)
+        from fsspec.asyn import sync
+
+        container, blob, _ = self.fs.split_path(self.path(name))
+
+        async def look() -> Head:
+            # Not info(): it takes a missing object for a folder and lists.
+            async with self.fs.service_client.get_blob_client(container=container, blob=blob) as client:
+                found = await client.get_blob_properties()
+            return Head(int(found.size), str(found.etag), _seconds(found.last_modified))
+
+        head: Head = sync(self.fs.loop, look, timeout=seconds)
+        return head
 
     def replace(self, name: str, data: bytes, tag: str, seconds: float) -> None:
         from azure.core import MatchConditions
 
         self.run(seconds, "pipe_file", self.path(name), data, etag=tag, match_condition=MatchConditions.IfNotModified)
-
-    def _on_blob(self, name: str, seconds: float, act: Callable[[Any], Any]) -> Any:
-        from fsspec.asyn import sync
-
-        container, blob, _ = self.fs.split_path(self.path(name))
-
-        async def run() -> Any:
-            async with self.fs.service_client.get_blob_client(container=container, blob=blob) as client:
-                return await act(client)
-
-        return sync(self.fs.loop, run, timeout=seconds)
-
-
-async def _azure_head(client: Any) -> Head:
-    found = await client.get_blob_properties()
-    return Head(int(found.size), str(found.etag), _seconds(found.last_modified))
 
 
 class _MemoryWire(FsspecWire):
