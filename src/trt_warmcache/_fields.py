@@ -6,22 +6,30 @@ import functools
 import inspect
 from collections.abc import Iterable
 from enum import Enum
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trt_warmcache.errors import ConfigError, UnknownFieldError
+
+if TYPE_CHECKING:
+    import os
 
 _T = TypeVar("_T")
 _E = TypeVar("_E", bound=Enum)
 
-__all__ = ["nearest_name", "strict_fields", "to_enum"]
+__all__ = ["LARGEST_INT", "nearest_name", "printable", "strict_fields", "to_enum", "user_path"]
+
+#: Largest whole number that every reader of a manifest, and TensorRT, can hold.
+LARGEST_INT = 2**63 - 1
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """The known name that `name` is most likely a slip of, or None."""
     import difflib  # only errors need it, and it is not free to import
 
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return close[0] if close else None
+    folded = {candidate.lower(): candidate for candidate in known}
+    close = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.5)
+    return folded[close[0]] if close else None
 
 
 def unknown_field(owner: str, name: str, known: Iterable[str]) -> UnknownFieldError:
@@ -44,8 +52,21 @@ def strict_fields(cls: type[_T]) -> type[_T]:
                 raise unknown_field(cls.__name__, name, known)
         original(self, *args, **kwargs)
 
-    cls.__init__ = init  # type: ignore[method-assign]
+    cls.__init__ = init  # type: ignore[method-assign, assignment]
     return cls
+
+
+def printable(text: str) -> str:
+    """The text with lone surrogates, which stand for bytes of file names that are not UTF-8, escaped: JSON has none."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def user_path(path: str | os.PathLike[str]) -> Path:
+    """A path with ``~`` expanded where it stands for a home folder; a file may also just be called ``~x``."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
 
 
 def to_enum(kind: type[_E], value: object, field: str) -> _E:

@@ -8,6 +8,7 @@ driver versions and MIG profiles.
 from __future__ import annotations
 
 import ctypes
+import operator
 import re
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -117,10 +118,7 @@ def query_gpu(
     if cuda is None:
         cuda = LibCuda()
     if nvml is None:
-        try:
-            import pynvml as nvml
-        except ImportError as error:
-            raise ConfigError(f"Detecting the GPU needs NVML's bindings; {_INSTALL_NVML}.") from error
+        nvml = _import_nvml()
     ordinal, uuid = _find(device, cuda, environ)
     try:
         nvml.nvmlInit()
@@ -150,14 +148,26 @@ def query_gpu(
         nvml.nvmlShutdown()
 
 
+def _import_nvml() -> Any:
+    try:
+        import pynvml
+    except ImportError as error:
+        raise ConfigError(f"Detecting the GPU needs NVML's bindings; {_INSTALL_NVML}.") from error
+    return pynvml
+
+
 def _find(device: int | str, cuda: CudaDriver, environ: Mapping[str, str]) -> tuple[int, str]:
     count = cuda.device_count()
     visible = f" (CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']})" if "CUDA_VISIBLE_DEVICES" in environ else ""
-    if isinstance(device, int) and not isinstance(device, bool):
-        if not 0 <= device < count:
-            raise ConfigError(f"No CUDA device {device}: this process sees {count}{visible}.")
-        return device, cuda.device_uuid(device)
-    wanted = re.sub(r"^(gpu|mig)-", "", str(device).lower())
+    if not isinstance(device, str):
+        ordinal = operator.index(device)
+        if not 0 <= ordinal < count:
+            raise ConfigError(f"No CUDA device {ordinal}: this process sees {count}{visible}.")
+        return ordinal, cuda.device_uuid(ordinal)
+    wanted = re.sub(r"^(gpu|mig)-", "", device.strip().lower())
+    if not re.fullmatch(r"[0-9a-f-]{4,}", wanted):
+        # A short text is more likely an ordinal in disguise than the beginning of a UUID.
+        raise ConfigError(f"Device {device!r} is no UUID such as 'GPU-8932f937-...'; give an ordinal as a number.")
     found = [(number, uuid) for number in range(count) if (uuid := cuda.device_uuid(number)).lower().startswith(wanted)]
     if len(found) != 1:
         what = "matches several devices" if found else "is not among the visible devices"

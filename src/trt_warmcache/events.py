@@ -13,6 +13,8 @@ from typing import Any, Protocol
 __all__ = ["Event", "EventKind", "Events", "Hook"]
 
 log = logging.getLogger("trt_warmcache")
+# Without a handler of its own, Python prints a library's warnings to standard error; this library never prints.
+log.addHandler(logging.NullHandler())
 
 
 class EventKind(str, Enum):
@@ -37,6 +39,11 @@ class EventKind(str, Enum):
     INEFFECTIVE = "ineffective"
     SUSPECT = "suspect"
     TIMING_DROPPED = "timing_dropped"
+    CALIBRATION_HIT = "calibration_hit"
+    CALIBRATION_START = "calibration_start"
+    CALIBRATION_END = "calibration_end"
+    CALIBRATION_FAILED = "calibration_failed"
+    CALIBRATION_INCOMPLETE = "calibration_incomplete"
     CALIBRATION_CONFLICT = "calibration_conflict"
     CALIBRATION_UNWRITTEN = "calibration_unwritten"
     VERSION_CONFLICT = "version_conflict"
@@ -69,7 +76,7 @@ class Event:
 class Hook(Protocol):
     """Anything callable with an event. It runs on the thread where the event happens, so it should be quick."""
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: Event, /) -> None:
         """Take one event."""
 
 
@@ -83,12 +90,16 @@ _LEVELS = {
     EventKind.INEFFECTIVE: logging.WARNING,
     EventKind.SUSPECT: logging.WARNING,
     EventKind.TIMING_DROPPED: logging.WARNING,
+    EventKind.CALIBRATION_FAILED: logging.WARNING,
+    EventKind.CALIBRATION_INCOMPLETE: logging.WARNING,
     EventKind.CALIBRATION_CONFLICT: logging.WARNING,
     EventKind.CALIBRATION_UNWRITTEN: logging.WARNING,
     EventKind.VERSION_CONFLICT: logging.WARNING,
     EventKind.CHURN: logging.WARNING,
     EventKind.DRIFT: logging.WARNING,
     EventKind.WARNING: logging.WARNING,
+    EventKind.CALIBRATION_START: logging.INFO,
+    EventKind.CALIBRATION_END: logging.INFO,
     EventKind.BUILD_START: logging.INFO,
     EventKind.BUILD_END: logging.INFO,
     EventKind.PUBLISHED: logging.INFO,
@@ -141,7 +152,7 @@ class Events:
         for hook in self._hooks:
             try:
                 hook(event)
-            except Exception:  # noqa: BLE001  a foreign hook must not be able to fail a request
+            except Exception:
                 log.warning("hook %r failed on %s", hook, kind.value, exc_info=True)
 
     def counts(self) -> dict[str, int]:

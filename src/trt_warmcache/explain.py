@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trt_warmcache.errors import IntegrityError
-from trt_warmcache.keys import Difference, EngineKey, Kind, differences
+from trt_warmcache.keys import KEY_SCHEMA, Difference, EngineKey, Kind, differences
 from trt_warmcache.manifest import Manifest
 from trt_warmcache.profiles import ShapeProfile, profile_gaps
 from trt_warmcache.stores import Store
@@ -114,13 +114,13 @@ def explain(store: Store, key: EngineKey, *, limit: int = 3) -> Explanation:
     damaged = ""
     try:
         if store.manifest(key.kind, key.digest) is not None:
-            return Explanation(True, key, store.url)
+            return Explanation(hit=True, key=key, store=store.url)
     except IntegrityError as error:
         damaged = error.message
     found = list(stored_manifests(store, key.kind))
-    best = heapq.nsmallest(limit, ((_distance(key, manifest), manifest.key, manifest) for manifest in found))
-    nearest = tuple(_neighbour(key, manifest) for _, _, manifest in best)
-    return Explanation(False, key, store.url, nearest, len(found), damaged)
+    best = heapq.nsmallest(limit, found, key=lambda manifest: (_distance(key, manifest), manifest.key))
+    nearest = tuple(_neighbour(key, manifest) for manifest in best)
+    return Explanation(hit=False, key=key, store=store.url, nearest=nearest, examined=len(found), damaged=damaged)
 
 
 def stored_manifests(store: Store, kind: Kind) -> Iterable[Manifest]:
@@ -135,13 +135,19 @@ def stored_manifests(store: Store, kind: Kind) -> Iterable[Manifest]:
 
 
 def _distance(key: EngineKey, manifest: Manifest) -> int:
-    return sum(_WEIGHT.get(difference.part, 1) for difference in differences(key.parts, manifest.parts))
+    return sum(_WEIGHT.get(difference.part, 1) for difference in _differences(key, manifest))
+
+
+def _differences(key: EngineKey, manifest: Manifest) -> tuple[Difference, ...]:
+    recipes = () if manifest.schema == KEY_SCHEMA else (Difference("schema", KEY_SCHEMA, manifest.schema),)
+    return recipes + differences(key.parts, manifest.parts)
 
 
 def _neighbour(key: EngineKey, manifest: Manifest) -> Neighbour:
-    found = differences(key.parts, manifest.parts)
+    found = _differences(key, manifest)
     gaps: tuple[str, ...] = ()
-    if any(difference.part == "profiles" for difference in found):
+    # Another release may spell profiles in another way.
+    if manifest.schema == KEY_SCHEMA and any(difference.part == "profiles" for difference in found):
         wanted, stored = (
             tuple(ShapeProfile.from_json(item) for item in parts.get("profiles", ()))
             for parts in (key.parts, manifest.parts)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from trt_warmcache._fields import LARGEST_INT, printable
 from trt_warmcache.errors import ConfigError
 from trt_warmcache.names import readable_name
 from trt_warmcache.options import BuildOptions, HardwareCompatibility
@@ -68,6 +69,7 @@ class Key:
     digest: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
+        _check_value(self.parts)
         object.__setattr__(self, "digest", digest_of(self.kind, self.parts))
 
     @property
@@ -99,24 +101,33 @@ def digest_of(kind: Kind, parts: Mapping[str, Any]) -> str:
 
 def canonical_json(document: Any) -> bytes:
     """One byte string per JSON value, whatever the order of its mappings."""
-    _refuse_floats(document)
     return json.dumps(document, sort_keys=True, ensure_ascii=True, separators=(",", ":"), allow_nan=False).encode(
         "ascii"
     )
 
 
-def _refuse_floats(value: Any) -> None:
-    # Floats print differently across languages and versions; identity must not depend on that.
-    if isinstance(value, float):
-        raise ConfigError(f"A key part cannot be a float ({value!r}); give it as text or as a whole number.")
+def _check_value(value: Any) -> None:
+    """Refuse what a manifest could not give back unchanged to any reader."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             if not isinstance(name, str):
                 raise ConfigError(f"Names inside a key part must be text, not {name!r}.")
-            _refuse_floats(item)
+            _check_value(name)
+            _check_value(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            _refuse_floats(item)
+            _check_value(item)
+    elif isinstance(value, str):
+        if printable(value) != value:
+            raise ConfigError(f"A key part must be text that UTF-8 can hold, not {value!r}.")
+    elif isinstance(value, float):
+        # Floats print differently across languages and versions; identity must not depend on that.
+        raise ConfigError(f"A key part cannot be a float ({value!r}); give it as text or as a whole number.")
+    elif isinstance(value, int):
+        if not -LARGEST_INT <= value <= LARGEST_INT:
+            raise ConfigError(f"A key part must fit 64 bits, not {value}; give it as text.")
+    elif value is not None:
+        raise ConfigError(f"A key part must be a JSON value, not {value!r}.")
 
 
 def engine_key(
@@ -129,6 +140,7 @@ def engine_key(
     target: Target,
     plugins: Iterable[str] = (),
     calibration: str | None = None,
+    qdq: Mapping[str, Any] | None = None,
     recipe: str | None = None,
     driver_in_key: bool = False,
     name: str = "",
@@ -144,6 +156,7 @@ def engine_key(
         target: What the engine is for. How much of it counts follows `options.hardware_compatibility`.
         plugins: Digests of the plugin libraries' bytes.
         calibration: Digest of the calibration table.
+        qdq: How the table becomes Q/DQ nodes of the model, where it does.
         recipe: The caller's own version of anything the library cannot see.
         driver_in_key: Let the driver version count too.
         name: Readable name; not part of the identity.
@@ -156,7 +169,7 @@ def engine_key(
     }
     for option, value in options.to_json(plan_only=True).items():
         parts[f"options.{option}"] = value
-    parts.update(_target_parts(flavour, target, options.hardware_compatibility))
+    parts.update(_target_parts(flavour, target, options.hardware_level))
     if driver_in_key:
         parts["target.driver"] = target.driver
     # Absent parts stay absent, so that a part added later leaves the keys of requests without it unchanged.
@@ -165,6 +178,8 @@ def engine_key(
         parts["plugins"] = libraries
     if calibration is not None:
         parts["calibration"] = calibration
+    if qdq is not None:
+        parts["qdq"] = dict(qdq)
     if recipe is not None:
         parts["recipe"] = recipe
     return EngineKey(Kind.ENGINE, parts, name)
@@ -235,8 +250,8 @@ class Difference:
 
     Attributes:
         part: Name of the part, for example ``options.optimization_level``.
-        wanted: Value in the request; None where it has no such part.
-        stored: Value in the stored entry; None where it has no such part.
+        wanted: Value in the request; None where it is not known or there is no such part.
+        stored: Value in the stored entry; None likewise.
     """
 
     part: str
@@ -248,11 +263,11 @@ class Difference:
 
 
 def differences(wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> tuple[Difference, ...]:
-    """All parts in which two tables of key parts differ, in alphabetical order."""
+    """All parts in which two tables of key parts differ, in alphabetical order; none where the keys are equal."""
     return tuple(
         Difference(part, wanted.get(part), stored.get(part))
         for part in sorted(wanted.keys() | stored.keys())
-        if wanted.get(part) != stored.get(part)
+        if part not in wanted or part not in stored or canonical_json(wanted[part]) != canonical_json(stored[part])
     )
 
 

@@ -19,12 +19,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal
 
 from trt_warmcache import manifest as manifests
 from trt_warmcache import timing
 from trt_warmcache._version import __version__
 from trt_warmcache.builders import BuildInputs, BuildOutput, EngineBuilder, Progress, select_builder
+from trt_warmcache.calibration import CalibrationTables, Limits, StoredTable, bytes_for_builder, quantized, route
+from trt_warmcache.calibration_data import Calibration, QdqOptions
+from trt_warmcache.calibration_table import CalibrationTable
 from trt_warmcache.engine import Engine, Outcome
 from trt_warmcache.errors import (
     BuildError,
@@ -41,13 +45,13 @@ from trt_warmcache.explain import Explanation, explain, stored_manifests
 from trt_warmcache.keys import EngineKey, Kind, engine_key, label_for, timing_key
 from trt_warmcache.manifest import Labels, Manifest, Provenance
 from trt_warmcache.memo import DigestMemo, default_memo_folder
-from trt_warmcache.model import ModelSource, file_digest
+from trt_warmcache.model import ModelSource, ModelSummary, file_digest
 from trt_warmcache.options import BuildOptions, HardwareCompatibility
 from trt_warmcache.policy import Cover, OnMiss, OnWait, Policy, StoreErrors
 from trt_warmcache.profiles import ShapeProfile, cover_size, covers_all, validate_profiles
 from trt_warmcache.request import EngineRequest, as_request
 from trt_warmcache.singleflight import Heartbeat, SingleFlight, WaitLimits, acquire_or_find
-from trt_warmcache.stores import Payload, Store, open_store
+from trt_warmcache.stores import Lock, Payload, Store, open_store
 from trt_warmcache.stores._local import LockUnavailable
 from trt_warmcache.target import Target
 from trt_warmcache.warm import WarmReport, WarmRow
@@ -57,6 +61,10 @@ __all__ = ["EngineManager"]
 _ROLE = "plan"
 
 _DEFAULT_OPTIONS = BuildOptions()
+_PORTABLE = Target()
+
+#: Stands for the digest of a table that is not made yet, where a key is only explained.
+_NO_TABLE = "not calibrated yet"
 
 
 @dataclass
@@ -72,12 +80,19 @@ class _Call:
     target: Target
     plugins: dict[str, str]
     key: EngineKey
+    table: StoredTable | None = None
+    qdq: QdqOptions | None = None
     timings: dict[str, float] = field(default_factory=dict)
     damage: tuple[Kind, str, IntegrityError] | None = None
 
     @property
     def label(self) -> str:
         return self.key.name
+
+    def take_damage(self) -> tuple[Kind, str, IntegrityError] | None:
+        """What the last look found damaged, once."""
+        damage, self.damage = self.damage, None
+        return damage
 
     def remaining(self) -> float | None:
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
@@ -115,6 +130,10 @@ class EngineManager:
         memo: Remembers digests of unchanged files, so that a model is not hashed at every start. None keeps them in
             the user's cache folder (``$XDG_CACHE_HOME/trt_warmcache/digests``).
 
+    Attributes:
+        store: The store, or all layers as one.
+        tables: The store's INT8 calibration tables.
+
     Raises:
         ConfigError: An argument that cannot be meant.
     """
@@ -149,6 +168,7 @@ class EngineManager:
         )
         self._events = Events(hooks)
         self.store: Store = open_store(store, memo=self._memo)
+        self.tables = CalibrationTables(self.store, memo=self._memo, events=self._events)
         self._owns_store = not isinstance(store, Store)
         self._target = target
         self._builder_choice = builder
@@ -178,13 +198,29 @@ class EngineManager:
             BuildTimeout: Waiting or building took longer than allowed.
             StoreError: The store could not be read. Trouble with storing a finished engine is no error: see
                 ``Engine.publish_error``.
-            MissError: Nothing is stored and the policy forbids building.
+            MissError: Nothing is stored and the policy forbids building; or the calibration table is missing and there
+                is no data to make one, or it is vetoed for the target.
         """
-        call = self._resolve(as_request(model, fields))
+        request = as_request(model, fields)
+        on_miss = (request.policy or self.policy).on_miss
+        try:
+            call = self._resolve(request, tables="make" if on_miss is OnMiss.BUILD else "find")
+        except MissError as miss:
+            if on_miss is not OnMiss.FALLBACK or request.calibration is None or request.calibration.data is None:
+                raise
+            pending = self._in_background(miss.key, lambda: self._build_once(self._resolve(request, tables="make")))
+            raise MissError(
+                f"{miss.message} It is being made in the background, and the engine after it.",
+                key=miss.key,
+                pending=pending,
+            ) from miss
+        if call.policy.refresh:
+            return self._build_once(call)
         engine = self._find(call)
         if engine is not None:
             return engine
         if call.policy.on_miss is OnMiss.RAISE:
+            self._raise_damage(call)
             raise MissError(
                 f"No stored engine, and the policy forbids building.\n{self._explained(call)}\nBuild it beforehand with warm() or trt-warmcache build.",
                 key=call.key.digest,
@@ -198,12 +234,50 @@ class EngineManager:
         return self._build_once(call)
 
     def lookup(self, model: Any, **fields: Any) -> Engine | None:
-        """Like :meth:`get`, but never builds: the engine, or None. Errors are raised, not turned into None."""
-        return self._find(self._resolve(as_request(model, fields)))
+        """Like :meth:`get`, but never builds: the engine, or None.
+
+        Raises:
+            IntegrityError: There is an entry and it is damaged; it was set aside where the store allows that.
+            StoreError: The store could not be read.
+        """
+        try:
+            call = self._resolve(as_request(model, fields))
+        except MissError:
+            return None  # no calibration table, so no engine made with it
+        engine = self._find(call)
+        if engine is None:
+            self._raise_damage(call)
+        return engine
 
     def key(self, model: Any, **fields: Any) -> EngineKey:
-        """The key of a request. The store is not touched."""
+        """The key of a request. The store is not touched, except to find the table of a request with a calibration.
+
+        Raises:
+            MissError: The calibration has no table yet, and an engine's key names its table.
+        """
         return self._resolve(as_request(model, fields)).key
+
+    def calibrate(
+        self, model: Any, calibration: Calibration, *, name: str | None = None, version: str | None = None
+    ) -> StoredTable:
+        """The INT8 calibration table of a model and its data, made at most once; needs no TensorRT.
+
+        :meth:`get` does this by itself. On its own it serves to calibrate where the data is, for machines that only
+        know the data's fingerprint.
+
+        Args:
+            model: As for :meth:`get`.
+            calibration: The data, or the table itself.
+            name: A name for people.
+            version: A version for people.
+
+        Raises:
+            ConfigError: Data that does not fit the model, or is not the same on each pass.
+            ModelError: The model cannot be run, or the table belongs to another model.
+            MissError: There is no data, and no table is stored for its fingerprint.
+        """
+        source = ModelSource.open(model, memo=self._memo)
+        return self.tables.get(source, calibration, name=name, version=version, verify=True)
 
     def explain(self, model: Any, *, nearest: int = 3, **fields: Any) -> Explanation:
         """Whether a request would hit, and otherwise which stored entries come nearest and in what they differ.
@@ -213,7 +287,7 @@ class EngineManager:
             nearest: How many entries to compare in detail.
             **fields: As for :meth:`get`.
         """
-        return explain(self.store, self._resolve(as_request(model, fields)).key, limit=nearest)
+        return explain(self.store, self._resolve(as_request(model, fields), tables="guess").key, limit=nearest)
 
     def warm(
         self,
@@ -268,6 +342,33 @@ class EngineManager:
                 own.shutdown(wait=True, cancel_futures=True)
         return WarmReport(tuple(row for row in rows if row is not None))
 
+    def import_table(
+        self,
+        model: Any,
+        table: CalibrationTable,
+        calibration: Calibration,
+        *,
+        name: str | None = None,
+        version: str | None = None,
+    ) -> StoredTable:
+        """Store a calibration table made elsewhere, so that requests with the same calibration find it.
+
+        Args:
+            model: The model that the table was made for.
+            table: The table; :func:`~trt_warmcache.read_table` reads files of several tools.
+            calibration: What requests will say. ``Calibration(fingerprint="...")`` needs no data.
+            name: A name for people.
+            version: A version for people.
+
+        Returns:
+            The table in force: an entry that is stored already stays as it is.
+
+        Raises:
+            ModelError: The table belongs to another model; the error carries the counts.
+        """
+        source = ModelSource.open(model, memo=self._memo)
+        return self.tables.store_table(source, calibration, table, name=name, version=version)
+
     async def aget(self, model: Any, **fields: Any) -> Engine:
         """:meth:`get` for asyncio; the loop is never blocked."""
         import asyncio
@@ -321,7 +422,8 @@ class EngineManager:
             self._builder = select_builder(self._builder_choice, memo=self._memo)
         return self._builder
 
-    def _resolve(self, request: EngineRequest) -> _Call:
+    def _resolve(self, request: EngineRequest, *, tables: Literal["make", "find", "guess"] = "find") -> _Call:
+        """Make a request concrete. A calibration's table is made if missing, or only found, or left open."""
         if self._closed:
             raise ConfigError("This manager is closed; make another.")
         started = time.perf_counter()
@@ -330,39 +432,78 @@ class EngineManager:
         options = request.options or _DEFAULT_OPTIONS
         builder = self.builder
         source = ModelSource.open(request.model, memo=self._memo)
-        profiles = validate_profiles(request.profiles, source.summary)
         version = builder.version()
         target = self._target_for(request, options)
-        if request.calibration is not None and not builder.capabilities.calibration_table:
-            raise ConfigError(
-                f"{builder.flavour} {version} has no INT8 calibrator: precision comes from the model there. Insert Q/DQ nodes with the calibration table first."
-            )
         plugins = {path.name: file_digest(path, self._memo) for path in request.plugins}
         if plugins and not builder.capabilities.plugins:
             raise ConfigError(f"{builder.flavour} takes no plugin libraries.")
-        name = label_for(
-            model_name=request.name or source.stem,
-            version=request.version,
-            model=source.digest,
-            target=target,
-            profiles=profiles,
-            shapes=[tensor.dims or () for tensor in source.summary.inputs],
+        table, qdq = None, None
+        if request.calibration is not None:
+            takes = builder.capabilities.calibration_table
+            options, qdq = route(
+                options, request.calibration, flavour=builder.flavour, version=version, takes_tables=takes
+            )
+            try:
+                table = self._table(request, source, target, options, deadline, make=tables == "make")
+            except MissError:
+                if tables != "guess":
+                    raise
+        profiles, key = _derive(
+            source.summary,
+            source.digest,
+            request.profiles,
+            options,
+            builder.flavour,
+            version,
+            target,
+            tuple(plugins.values()),
+            _NO_TABLE if table is None and request.calibration is not None else table and table.digest,
+            qdq,
+            request.recipe,
+            policy.driver_in_key,
+            request.name or source.stem,
+            request.version,
         )
-        key = engine_key(
-            model=source.digest,
-            profiles=profiles,
-            options=options,
-            flavour=builder.flavour,
-            version=version,
-            target=target,
-            plugins=plugins.values(),
-            recipe=request.recipe,
-            driver_in_key=policy.driver_in_key,
-            name=name,
-        )
-        call = _Call(request, policy, deadline, source, profiles, options, target, plugins, key)
+        call = _Call(request, policy, deadline, source, profiles, options, target, plugins, key, table, qdq)
         call.timings["hash"] = time.perf_counter() - started
         return call
+
+    def _table(
+        self,
+        request: EngineRequest,
+        source: ModelSource,
+        target: Target,
+        options: BuildOptions,
+        deadline: float | None,
+        **how: Any,
+    ) -> StoredTable:
+        policy = request.policy or self.policy
+
+        def wait_seconds() -> float:
+            return (
+                policy.wait_seconds
+                if deadline is None
+                else min(policy.wait_seconds, max(0.0, deadline - time.monotonic()))
+            )
+
+        def checkpoint() -> None:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise BuildTimeout(f"Calibrating ran into the request's timeout of {request.timeout:g} s.")
+            if self._closed:
+                raise BuildError("The manager was closed during a calibration.")
+
+        assert request.calibration is not None
+        return self.tables.get(
+            source,
+            request.calibration,
+            name=request.name,
+            version=request.version,
+            target=target,
+            degrade=policy.store_errors is StoreErrors.DEGRADE,
+            limits=Limits(wait_seconds, policy.slow_build_seconds, checkpoint),
+            before=lambda: self.builder.check(options, target),
+            **how,
+        )
 
     def _target_for(self, request: EngineRequest, options: BuildOptions) -> Target:
         target = request.target or self._target
@@ -372,14 +513,13 @@ class EngineManager:
                     self._detected = Target.detect()
                 target = self._detected
             else:
-                target = Target()
+                target = _PORTABLE
         if self.builder.capabilities.needs_gpu:
-            level = options.hardware_compatibility or HardwareCompatibility.NONE
             needed = {
                 HardwareCompatibility.NONE: ("gpu", "compute_capability"),
                 HardwareCompatibility.SAME_COMPUTE_CAPABILITY: ("compute_capability",),
                 HardwareCompatibility.AMPERE_PLUS: (),
-            }[level]
+            }[options.hardware_level]
             missing = [name for name in needed if getattr(target, name) is None]
             if missing:
                 raise ConfigError(
@@ -401,6 +541,8 @@ class EngineManager:
 
     def _look(self, call: _Call, outcome: Outcome) -> Engine | None:
         """The engine stored under the call's own key, verified; None where there is none to be used."""
+        if call.policy.refresh and outcome is not Outcome.HIT:
+            return None
         kind, digest = call.key.kind, call.key.digest
         started = time.perf_counter()
         try:
@@ -411,7 +553,10 @@ class EngineManager:
                 return None
             engine = self._open(call, call.key, manifest, outcome)
         except IntegrityError as error:
-            call.damage = (kind, digest, error)
+            if error.reason == "format":  # another release's entry: no damage, and not ours to judge
+                self._events.emit(EventKind.WARNING, key=digest, label=call.label, reason="format", text=error.message)
+            else:
+                call.damage = (kind, digest, error)
             return None
         except StoreError as error:
             self._events.emit(
@@ -472,11 +617,30 @@ class EngineManager:
         except StoreError as error:
             return f"(The store could not be searched for the nearest entry: {error.message})"
 
-    def _quarantine(self, call: _Call, kind: Kind, digest: str, error: IntegrityError) -> None:
-        if error.reason == "format":
-            text = error.message  # another release's entry: not ours to judge
-            self._events.emit(EventKind.WARNING, key=digest, label=call.label, reason="format", text=text)
+    def _raise_damage(self, call: _Call) -> None:
+        """Raise what the last look found damaged, if anything, where nobody is going to build it anew."""
+        if call.damage is None:
             return
+        error = call.damage[2]
+        lock = self._try_lock(call)
+        if lock is not None:
+            # Only with the lock: otherwise a builder may just have put a good entry in the damaged one's place.
+            try:
+                call.take_damage()
+                if self._look(call, Outcome.HIT) is None and call.damage is not None:
+                    self._quarantine(call, *call.damage)
+            finally:
+                lock.release()
+        raise error
+
+    def _try_lock(self, call: _Call) -> Lock | None:
+        try:
+            lock = self.store.lock(call.key.digest)
+            return lock if lock is not None and lock.try_acquire() else None
+        except StoreError:
+            return None
+
+    def _quarantine(self, call: _Call, kind: Kind, digest: str, error: IntegrityError) -> None:
         self._events.emit(EventKind.QUARANTINED, key=digest, label=call.label, reason=error.reason, text=error.message)
         try:
             self.store.quarantine(kind, digest, error)
@@ -487,7 +651,21 @@ class EngineManager:
 
     # ---- building ---------------------------------------------------------------------------------------------
 
+    def _with_table(self, call: _Call) -> _Call:
+        """The call with its calibration table read and held against the model; repaired damage may change the key."""
+        if call.table is None:
+            return call
+        with call.stage("calibrate"):
+            table = self._table(
+                call.request, call.source, call.target, call.options, call.deadline, known=call.table, verify=True
+            )
+        if table.digest != call.table.digest:
+            call = self._resolve(call.request)
+        call.table = table
+        return call
+
     def _build_once(self, call: _Call) -> Engine:
+        call = self._with_table(call)
         leader, joined = self._flights.run(
             call.key.digest, lambda: self._build_or_join(call), timeout=lambda: self._wait_limit(call)
         )
@@ -536,12 +714,13 @@ class EngineManager:
         try:
             # Between the last look and the lock somebody may have finished; and damage is judged only here, where
             # no writer of this key can be at work.
-            call.damage = None
+            call.take_damage()
             engine = self._look(call, Outcome.JOINED)
             if engine is not None:
                 return engine
-            if call.damage is not None:
-                self._quarantine(call, *call.damage)
+            damage = call.take_damage()
+            if damage is not None:
+                self._quarantine(call, *damage)
             return self._build_and_publish(call)
         finally:
             lock.release()
@@ -572,7 +751,8 @@ class EngineManager:
         plan = memoryview(output.plan).cast("B").toreadonly()
         with call.stage("publish"):
             ref = manifests.describe_blob(_ROLE, plan)
-            manifest = manifests.seal(call.key, (ref,), provenance=provenance, labels=call.labels())
+            extra = {} if call.table is None else {"calibration_key": call.table.key.digest}
+            manifest = manifests.seal(call.key, (ref,), provenance=provenance, labels=call.labels(), extra=extra)
             engine = self._publish(call, manifest, plan)
             if timings_key is not None and output.timing is not None:
                 timing.publish(
@@ -616,18 +796,26 @@ class EngineManager:
                 EventKind.BUILD_SLOW, key=key, label=call.label, seconds=spent, text=f"still building {call.label}"
             )
 
+        self.builder.check(call.options, call.target)
+        model, table = call.source, None
+        if call.table is not None:
+            assert call.table.table is not None
+            if call.qdq is None:
+                table = bytes_for_builder(call.table.table)
+            else:
+                model = quantized(call.source, call.table.table, call.qdq, memo=self._memo)
         inputs = BuildInputs(
-            model=call.source,
+            model=model,
             network_name=f"trtwc-{key[:16]}",
             profiles=call.profiles,
             options=call.options,
             target=call.target,
             timing=timing_blob,
+            calibration=table,
             plugins=call.request.plugins,
             on_progress=on_progress,
             checkpoint=checkpoint,
         )
-        self.builder.check(call.options, call.target)
         self._warn_if_not_writable(call)
         self._events.emit(EventKind.BUILD_START, key=key, label=call.label)
         try:
@@ -705,14 +893,14 @@ class EngineManager:
     def _publish(self, call: _Call, manifest: Manifest, plan: memoryview) -> Engine:
         key = call.key
         try:
-            current = self.store.publish(manifest, {_ROLE: plan})
+            current = self.store.publish(manifest, {_ROLE: plan}, replacing=self._to_replace(call))
             if current != manifest:
                 # Somebody built the same without seeing our lock. Theirs stays, and everybody uses one plan.
                 self._events.emit(EventKind.PUBLISH_LOST, key=key.digest, label=call.label)
                 return self._open(call, key, current, Outcome.BUILT)
             # A store may accept writes and drop them; only a look of its own tells.
             if self.store.manifest(key.kind, key.digest) is None:
-                raise StoreError(
+                raise StoreError(  # noqa: TRY301  handled like any other failure to store
                     f"{self.store.url} accepted the entry and does not show it; every start will build again. Check the store.",
                     store=self.store.url,
                 )
@@ -728,21 +916,35 @@ class EngineManager:
             engine.stored, engine.publish_error = False, error
             return engine
         except IntegrityError as error:
-            self._quarantine(call, key.kind, key.digest, error)
+            # What lies under the key is damaged, or belongs to another release and must stay.
+            if error.reason != "format":
+                self._quarantine(call, key.kind, key.digest, error)
             engine = self._engine(call, key, manifest, Payload(plan), Outcome.BUILT)
-            engine.stored = False
+            engine.stored, engine.publish_error = False, StoreError(error.message, store=self.store.url)
             return engine
         self._events.emit(EventKind.PUBLISHED, key=key.digest, label=call.label)
         return self._engine(call, key, manifest, Payload(plan), Outcome.BUILT)
 
+    def _to_replace(self, call: _Call) -> Manifest | None:
+        if not call.policy.refresh:
+            return None
+        try:
+            return self.store.manifest(call.key.kind, call.key.digest)
+        except IntegrityError as error:
+            self._quarantine(call, call.key.kind, call.key.digest, error)
+            return None
+
     def _build_in_background(self, call: _Call) -> Future[Engine]:
+        return self._in_background(call.key.digest, lambda: self._build_once(call))
+
+    def _in_background(self, digest: str, work: Callable[[], Engine]) -> Future[Engine]:
         with self._guard:
             if self._background is None:
                 self._background = ThreadPoolExecutor(1, "trt_warmcache-build")
-            pending = self._pending.get(call.key.digest)
+            pending = self._pending.get(digest)
             if pending is None or pending.done():
-                pending = self._background.submit(self._build_once, call)
-                self._pending[call.key.digest] = pending
+                pending = self._background.submit(work)
+                self._pending[digest] = pending
         return pending
 
     # ---- running ----------------------------------------------------------------------------------------------
@@ -791,6 +993,50 @@ class EngineManager:
             raise ConfigError(
                 "Workers in other processes open the store themselves: give the manager a path or URL instead of a Store object."
             )
+
+
+@lru_cache(maxsize=256)
+def _derive(
+    summary: ModelSummary,
+    model: str,
+    asked: tuple[ShapeProfile, ...],
+    options: BuildOptions,
+    flavour: str,
+    version: str,
+    target: Target,
+    plugins: tuple[str, ...],
+    calibration: str | None,
+    qdq: QdqOptions | None,
+    recipe: str | None,
+    driver_in_key: bool,
+    model_name: str,
+    model_version: str | None,
+) -> tuple[tuple[ShapeProfile, ...], EngineKey]:
+    """Validated profiles and key of a request. Pure, so a service that asks again gets them at once."""
+    profiles = validate_profiles(asked, summary)
+    name = label_for(
+        model_name=model_name,
+        version=model_version,
+        model=model,
+        target=target,
+        profiles=profiles,
+        shapes=[tensor.dims or () for tensor in summary.inputs],
+    )
+    key = engine_key(
+        model=model,
+        profiles=profiles,
+        options=options,
+        flavour=flavour,
+        version=version,
+        target=target,
+        plugins=plugins,
+        calibration=calibration,
+        qdq=None if qdq is None else qdq.to_json(),
+        recipe=recipe,
+        driver_in_key=driver_in_key,
+        name=name,
+    )
+    return profiles, key
 
 
 def _warm_elsewhere(recipe: Sequence[Any], request: EngineRequest) -> WarmRow:

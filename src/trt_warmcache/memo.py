@@ -33,8 +33,31 @@ _COARSE_TICK_NS = 2_000_000_000  # whole seconds, or FAT's two
 
 # Another machine may change such a file, and the attributes seen here may be seconds old.
 _NETWORK_TYPES = frozenset(
-    "9p acfs afs beegfs ceph cifs coda fuse gfs2 glusterfs gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs pvfs2 smb3 smbfs "
-    "vboxsf virtiofs wekafs".split()
+    [
+        "9p",
+        "acfs",
+        "afs",
+        "beegfs",
+        "ceph",
+        "cifs",
+        "coda",
+        "fuse",
+        "gfs2",
+        "glusterfs",
+        "gpfs",
+        "lustre",
+        "ncpfs",
+        "nfs",
+        "nfs4",
+        "ocfs2",
+        "orangefs",
+        "pvfs2",
+        "smb3",
+        "smbfs",
+        "vboxsf",
+        "virtiofs",
+        "wekafs",
+    ]
 )
 _MOUNTS = Path("/proc/self/mountinfo")
 
@@ -233,8 +256,10 @@ def default_memo_folder(environ: Mapping[str, str]) -> Path:
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
-    # Not abspath: that folds "link/.." lexically, which may name another file than the kernel would open.
-    return str(Path(path).absolute())
+    # Not abspath: that folds "link/.." lexically, which may name another file than the kernel would open. Nor Path:
+    # this runs twice per hit, and an absolute path, the common case, is ready as it is.
+    text = os.fspath(path)
+    return text if text.startswith("/") else f"{Path.cwd()}/{text}"
 
 
 def _printable(path: str) -> str:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import posixpath
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import blake3
 
+from trt_warmcache._fields import printable, user_path
 from trt_warmcache.errors import ConfigError, ModelError
 from trt_warmcache.memo import DigestMemo
 from trt_warmcache.onnx_graph import FileView, ModelSummary, TensorInfo, summarize, summary_from_json, summary_to_json
@@ -23,8 +26,8 @@ __all__ = ["ModelSource", "ModelSummary", "TensorInfo", "file_digest"]
 #: Separates model digests from any other use of blake3, and names the recipe below.
 _DOMAIN = b"trt_warmcache model 1\0"
 
-#: Bytes read at a time. Small enough to stay in the processor's cache between reading and hashing.
-_READ_BYTES = 2 * 1024 * 1024
+#: Bytes read at a time: enough for every core to hash a share, little enough to stay in a processor's cache.
+_READ_BYTES = 4 * 1024 * 1024
 
 #: A protocol buffer cannot be larger; a graph file that is, is no model.
 _LARGEST_GRAPH = 2**31 - 1
@@ -63,7 +66,7 @@ class ModelSource:
         local_path: Path | None = None,
         fetch: Callable[[str, Path], None] | None = None,
     ) -> None:
-        self.stem = stem
+        self.stem = printable(stem)
         self.summary = summary
         self.local_path = local_path
         self.digest = _combine(graph, sides)
@@ -95,7 +98,7 @@ class ModelSource:
         if isinstance(model, (str, os.PathLike)):
             text = os.fspath(model)
             if isinstance(text, str) and text:
-                return _from_path(Path(text.removeprefix("file://")).expanduser(), memo)
+                return _from_path(_from_file_url(text) if text.startswith("file://") else user_path(text), memo)
         raise ConfigError(f"model must be a path, a URL, bytes or an onnx.ModelProto, not {type(model).__name__}.")
 
     def read(self) -> bytes:
@@ -118,11 +121,15 @@ class ModelSource:
         for file in (self._graph, *self._sides.values()):
             if file.status is None:
                 continue
+            path = Path(file.path)
             try:
-                now = os.stat(file.path)
+                if _identity(path.stat()) == _identity(file.status):
+                    continue
+                # A link made to it, or its permissions, may be all that changed; only its bytes matter.
+                same = _hash_local(path).digest == file.digest
             except OSError as error:
                 raise _changed(file.path) from error
-            if _identity(now) != _identity(file.status):
+            if not same:
                 raise _changed(file.path)
 
     def stage(self, folder: Path) -> Path:
@@ -200,16 +207,25 @@ def _from_proto(model: Any) -> ModelSource:
     return _from_bytes(data)
 
 
+def _from_file_url(url: str) -> Path:
+    """The path of a ``file://`` URL, as fsspec spells it (plain) or as ``Path.as_uri`` does (percent-encoded)."""
+    from urllib.parse import unquote
+
+    plain = url.removeprefix("file://").removeprefix("localhost")
+    path = user_path(plain)
+    return path if os.path.lexists(path) else user_path(unquote(plain))
+
+
 def _from_path(path: Path, memo: DigestMemo) -> ModelSource:
     path = path.absolute()
     with _readable(path):
         status = path.stat()
-        if not path.is_file():
-            raise ModelError(f"{path} is a {'folder' if path.is_dir() else 'special file'}, not an ONNX file.")
+        if not stat.S_ISREG(status.st_mode):
+            raise ModelError(
+                f"{path} is a {'folder' if stat.S_ISDIR(status.st_mode) else 'special file'}, not an ONNX file."
+            )
         graph, summary = _graph(path, status, memo)
-    sides = {}
-    for location, needed, tensor in _locations(summary):
-        sides[location] = _side(path, location, needed, tensor, memo)
+    sides = {location: _side(path, location, needed, tensor, memo) for location, needed, tensor in _locations(summary)}
     return ModelSource(
         stem=path.stem, summary=summary, graph=graph, sides=sides, read=lambda: _read_all(path), local_path=path
     )
@@ -335,12 +351,14 @@ def _readable(what: object) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise ModelError(f"There is no model at {what}.") from error
-    except OSError as error:
-        raise ModelError(f"Cannot read the model {what}: {error.strerror or error}.") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise ModelError(f"Cannot read the model {what}: {getattr(error, 'strerror', None) or error}.") from error
 
 
 def _hash_memoized(path: Path, memo: DigestMemo) -> _File:
     status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")  # reading a pipe or device could go on for ever
     known = memo.get(path, status)
     if isinstance(known, str):
         return _File(str(path), status.st_size, known, status)
@@ -360,7 +378,7 @@ def _hash_local(path: Path) -> _File:
     return _File(str(path), status.st_size, digest, status)
 
 
-def _hash(file: BinaryIO | Any) -> str:
+def _hash(file: Any) -> str:
     """Hex digest of an open file. Read, not mapped: a file cut short meanwhile must not kill the process."""
     hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
     buffer = bytearray(_READ_BYTES)

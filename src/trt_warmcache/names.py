@@ -13,18 +13,18 @@ MAX_NAME_BYTES = 200
 #: Room kept for "-" + 12 hex digits + the longest extension.
 _RESERVED = 1 + 12 + len(".engine")
 
-_WINDOWS_DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
+_WINDOWS_DEVICES = re.compile(r"(con|prn|aux|nul|(com|lpt)[\d¹²³])(\..*)?", re.IGNORECASE)
 
 
 def readable_name(model_name: str, version: str, gpu_type: str, input_shape: str) -> str:
     """``{model_name}_{version}_{gpu_type}_{input_shape}``, cut so that an extension and a digest still fit."""
     parts = [_safe(part) for part in (model_name, version, gpu_type, input_shape)]
     room = MAX_NAME_BYTES - _RESERVED
-    while len("_".join(parts).encode()) > room:
+    while len((name := _portable("_".join(parts))).encode()) > room:
         # Shorten the longest part, so that no part vanishes while another stays long.
         longest = max(range(len(parts)), key=lambda i: len(parts[i].encode()))
         parts[longest] = parts[longest][:-1]
-    return _portable("_".join(parts))
+    return name
 
 
 def with_digest(name: str, digest: str) -> str:
@@ -36,7 +36,7 @@ def _safe(text: str) -> str:
     normal = unicodedata.normalize("NFC", text)
     # Letters and digits of every script stay; separators, quotes, control and shell characters become one "-".
     kept = re.sub(r"[^\w.+=@-]+", "-", normal).strip("-. ")
-    return kept or "-"
+    return kept or "x"
 
 
 def _portable(name: str) -> str:

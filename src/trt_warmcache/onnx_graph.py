@@ -134,7 +134,7 @@ class FileView:
         if step != 1:
             raise ValueError("a FileView is sliced with step 1 only")
         offset = start - self._start
-        if 0 <= offset and stop - self._start <= len(self._window):
+        if offset >= 0 and stop - self._start <= len(self._window):
             return self._window[offset : stop - self._start]
         return self._read(start, max(stop - start, 0))
 
@@ -153,10 +153,10 @@ class FileView:
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One input or output of the graph.
+    r"""One input or output of the graph.
 
     Attributes:
-        name: Its name. Bytes that are not UTF-8 appear as ``\\xNN``.
+        name: Its name. Bytes that are not UTF-8 appear as ``\xNN``.
         elem_type: ONNX element type number (``TensorProto.DataType``); 0 for anything that is not a tensor.
         dtype: The same for people, like ``float32``; or ``sequence``, ``map``, ``optional``, ``opaque``.
         dims: One entry per dimension: its size, its symbolic name, or None where it is dynamic without a name.
@@ -486,7 +486,7 @@ class _Walk:
                 dims.append(_signed(a))
             elif tag == 1 << 3 | 2:
                 while a < b:
-                    value, a = _varint(buf, a, b)
+                    value, a = _varint(buf, a, b)  # noqa: PLW2901  a packed field is read from its own start on
                     dims.append(_signed(value))
                     if len(dims) > _MAX_RANK:
                         break
@@ -576,12 +576,15 @@ def _external(tensor: str, elem_type: int, dims: list[int], entries: dict[str, s
             numbers[key] = int(entries[key])
     length = numbers.get("length")
     bits = _DTYPES.get(elem_type, ("", 0))[1]
+    nbytes = length if length is not None else (_elements(tensor, dims, at) * bits + 7) // 8
+    if nbytes > _MAX_BYTES:
+        _fail(f"external tensor {tensor!r} larger than any file", at)
     return ExternalTensor(
         tensor=tensor,
         location=entries["location"],
         offset=numbers.get("offset", 0),
         length=length,
-        nbytes=length if length is not None else (_elements(tensor, dims, at) * bits + 7) // 8,
+        nbytes=nbytes,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 from trt_warmcache._fields import strict_fields, to_enum
 from trt_warmcache.errors import ConfigError
@@ -72,21 +73,25 @@ class Policy:
         build_seconds: Longest build, in seconds; None sets no limit. Needs a builder that reports progress, since
             TensorRT can only be stopped at a step.
         rehash: Hash model files and stored plans anew at every use instead of trusting the digest memo.
+        refresh: Build anew even if an entry is stored, and put the new one in its place. The old one serves others
+            until then.
         driver_in_key: Let the driver version split the engine key. Off by default: plans survive driver updates.
 
     Raises:
-        ConfigError: An unknown field (naming the nearest), an unknown choice, or a number that is not positive.
+        ConfigError: An unknown field (naming the nearest), an unknown choice, or seconds that are negative or not
+            finite.
     """
 
-    on_miss: OnMiss = OnMiss.BUILD
-    cover: Cover = Cover.EXACT
-    trust: Trust = Trust.DIGEST
-    store_errors: StoreErrors = StoreErrors.RAISE
-    on_wait: OnWait = OnWait.RAISE
+    on_miss: OnMiss | Literal["build", "raise", "fallback"] = OnMiss.BUILD
+    cover: Cover | Literal["exact", "wider"] = Cover.EXACT
+    trust: Trust | Literal["digest", "signed"] = Trust.DIGEST
+    store_errors: StoreErrors | Literal["raise", "degrade"] = StoreErrors.RAISE
+    on_wait: OnWait | Literal["raise", "build"] = OnWait.RAISE
     slow_build_seconds: float = 10.0
     wait_seconds: float = 3600.0
     build_seconds: float | None = None
     rehash: bool = False
+    refresh: bool = False
     driver_in_key: bool = False
 
     def __post_init__(self) -> None:
@@ -100,13 +105,13 @@ class Policy:
             object.__setattr__(self, field, to_enum(kind, getattr(self, field), f"Policy.{field}"))
         for field in ("slow_build_seconds", "wait_seconds", "build_seconds"):
             check_seconds(getattr(self, field), f"Policy.{field}", optional=field == "build_seconds")
-        for field in ("rehash", "driver_in_key"):
+        for field in ("rehash", "refresh", "driver_in_key"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"Policy.{field} must be True or False, not {getattr(self, field)!r}.")
 
 
 def check_seconds(value: object, field: str, *, optional: bool) -> None:
-    """Refuse anything but a positive, finite number of seconds (or None where that is meaningful)."""
+    """Refuse anything but a finite number of seconds, zero or more (or None where that is meaningful)."""
     if value is None and optional:
         return
     number = isinstance(value, (int, float)) and not isinstance(value, bool)

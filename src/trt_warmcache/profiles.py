@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trt_warmcache._fields import nearest_name, strict_fields
+from trt_warmcache._fields import LARGEST_INT, nearest_name, strict_fields
 from trt_warmcache.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trt_warmcache.model import ModelSummary
+    from trt_warmcache.onnx_graph import ModelSummary, TensorInfo
 
 __all__ = [
     "ShapeProfile",
@@ -160,8 +160,9 @@ def validate_profiles(profiles: tuple[ShapeProfile, ...], summary: ModelSummary)
     must not change the key.
 
     Raises:
-        ConfigError: An unknown input, a wrong rank, a static dimension given another size, or a dynamic input that
-            no profile mentions. The message names input and dimension.
+        ConfigError: An unknown input, a wrong rank, a static dimension given another size, dimensions of one symbolic
+            name that could never be equal, or a dynamic input that a profile does not mention. The message names
+            input and dimension.
     """
     inputs = {tensor.name: tensor for tensor in summary.inputs}
     dynamic = [name for name, tensor in inputs.items() if tensor.is_dynamic]
@@ -183,6 +184,7 @@ def validate_profiles(profiles: tuple[ShapeProfile, ...], summary: ModelSummary)
                 )
         for name, limits in profile.shapes.items():
             _check_dims(name, limits, inputs[name].dims, where)
+        _check_symbols(profile, inputs, where)
         missing = [name for name in dynamic if name not in profile.shapes]
         if missing:
             raise ConfigError(
@@ -218,8 +220,8 @@ def profile_gaps(wanted: Sequence[ShapeProfile], stored: Sequence[ShapeProfile])
     gaps: list[str] = []
     for profile in wanted:
         if not any(have.covers(profile) for have in stored):
-            shortfalls = [_shortfalls(profile, have) for have in stored]
-            gaps += min(shortfalls, key=len, default=["it has no profile"])
+            shortfalls = sorted((_shortfalls(profile, have) for have in stored), key=len)
+            gaps += shortfalls[0] if shortfalls else ["it has no profile"]
     return tuple(gaps)
 
 
@@ -260,6 +262,33 @@ def _check_dims(name: str, limits: ShapeRange, dims: tuple[int | str | None, ...
                 raise ConfigError(
                     f"Input {name!r}{where}: dimension {axis} is fixed at {size} in the model, the profile's {word} says {asked}."
                 )
+
+
+def _check_symbols(profile: ShapeProfile, inputs: Mapping[str, TensorInfo], where: str) -> None:
+    """Dimensions that share a symbolic name are equal at run time, so one size must suit them all."""
+    seen: dict[str, list[tuple[str, int]]] = {}
+    for name in profile.shapes:
+        for axis, symbol in enumerate(inputs[name].dims or ()):
+            if isinstance(symbol, str):
+                seen.setdefault(symbol, []).append((name, axis))
+    for symbol, places in seen.items():
+        low = max(profile.shapes[name].min[axis] for name, axis in places)
+        high = min(profile.shapes[name].max[axis] for name, axis in places)
+        tuned = {profile.shapes[name].opt[axis] for name, axis in places}
+        # TensorRT tunes for one size; where only one is possible it takes that one, whatever opt says.
+        if low <= high and (len(tuned) == 1 or low == high):
+            continue
+        given = "; ".join(
+            f"input {name!r} dimension {axis} is "
+            + ":".join(str(dims[axis]) for dims in (limits.min, limits.opt, limits.max))
+            for name, axis in places
+            for limits in (profile.shapes[name],)
+        )
+        problem = "no size suits them all" if low > high else "their opt differs"
+        raise ConfigError(
+            f"The model calls these dimensions {symbol!r}, so they are always equal, but {problem}{where}: {given}. "
+            "Give them the same min, opt and max."
+        )
 
 
 def _show(dims: Sequence[int | str | None]) -> str:
@@ -313,8 +342,10 @@ def _range(name: str, spec: Any, *, smallest: int | None = 0) -> ShapeRange:
 
 
 def _is_sequence(value: Any) -> bool:
-    # numpy arrays are no Sequence, but list their items all the same
-    return hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, Mapping)
+    # numpy arrays are no Sequence, but list their items all the same (those of no dimension have none)
+    if not hasattr(value, "__len__") or not hasattr(value, "__getitem__") or isinstance(value, Mapping):
+        return False
+    return getattr(value, "ndim", 1) > 0
 
 
 def _dims(name: str, spec: Any, smallest: int | None) -> Dims:
@@ -331,10 +362,12 @@ def _dims(name: str, spec: Any, smallest: int | None) -> Dims:
             dims = tuple(operator.index(size) for size in (spec if _is_sequence(spec) else (spec,)))
         except TypeError:
             raise ConfigError(f"Input {name!r}: a shape is a sequence of whole numbers, not {spec!r}.") from None
-    if smallest is not None:
-        for axis, size in enumerate(dims):
-            if size < smallest:
-                raise ConfigError(
-                    f"Input {name!r}: dimension {axis} is {size}; sizes cannot be negative. Give the real (min, opt, max) instead of -1."
-                )
+    for axis, size in enumerate(dims):
+        if smallest is not None and size < smallest:
+            raise ConfigError(
+                f"Input {name!r}: dimension {axis} is {size}; sizes cannot be negative. Give the real (min, opt, max) "
+                "instead of -1."
+            )
+        if abs(size) > LARGEST_INT:
+            raise ConfigError(f"Input {name!r}: dimension {axis} is {size}, which does not fit 64 bits.")
     return dims

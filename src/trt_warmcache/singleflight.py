@@ -128,7 +128,7 @@ class SingleFlight(Generic[_T]):
                 ) from error
             except WarmCacheError:
                 raise
-            except BaseException as error:  # noqa: BLE001
+            except BaseException as error:
                 if flight.done() and flight.exception() is error:
                     continue  # interrupted over there
                 raise  # interrupted here

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from trt_warmcache._fields import strict_fields
+from trt_warmcache._fields import LARGEST_INT, printable, strict_fields
 from trt_warmcache.errors import ConfigError
 
 __all__ = ["Target", "canonical_arch", "canonical_os", "compute_capability"]
@@ -113,11 +113,11 @@ class Target:
         put(self, "compute_capabilities", tuple(sorted(normal, key=lambda cc: tuple(map(int, cc.split("."))))))
         for name in ("sm_count", "memory_bytes"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value <= 0):
+            if value is not None and not (type(value) is int and 0 < value <= LARGEST_INT):
                 raise ConfigError(f"Target.{name} must be a positive whole number, not {value!r}.")
         for name in ("gpu", "mig_profile", "uuid", "tensorrt", "cuda", "driver"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value.strip()):
+            if value is not None and (not isinstance(value, str) or not value.strip() or printable(value) != value):
                 raise ConfigError(f"Target.{name} must be non-empty text, not {value!r}.")
         for name in ("tensorrt", "cuda", "driver"):
             value = getattr(self, name)

@@ -243,7 +243,7 @@ class Store(ABC):
         """A lock for one key, or None where the store has none."""
         return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  most stores hold nothing
         """Release threads, connections and locks. Idempotent."""
 
     # ---- entries ----------------------------------------------------------------------------------------------

@@ -77,6 +77,7 @@ class LocalStore(Store):
         self.root = Path(text).expanduser().absolute()
         self.url = str(self.root)
         self._base = self.root / LAYOUT
+        self._prefix = f"{self._base}/"  # joining text is several times faster than joining paths, and a hit joins two
         self._memo = memo if memo is not None else DigestMemo(None)
         self._read_only = read_only
 
@@ -131,7 +132,7 @@ class LocalStore(Store):
         finally:
             os.close(fd)
         view = memoryview(mapped)
-        path = self._base / name
+        path = self._prefix + name
         known = not rehash and self._memo.get(path, status) == ref.digest
         if not known:
             started = self._memo.clock()
@@ -163,7 +164,7 @@ class LocalStore(Store):
         try:
             with os.scandir(folder) as scan:
                 found = sorted(scan, key=lambda entry: entry.name)
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return
         except OSError as error:
             raise self._error(error, f"list {name or '/'}") from error
@@ -183,7 +184,7 @@ class LocalStore(Store):
 
     def _open(self, name: str) -> tuple[int, int] | None:
         """Descriptor and size of a regular file, or None where there is none."""
-        path = self._base / name
+        path = self._prefix + name
         for attempt in (1, 2):
             try:
                 # O_NONBLOCK: a FIFO left under an entry's name must not hang the reader.
