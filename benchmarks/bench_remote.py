@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.servers import ServerInfo, ServerKind, running
+
 from trt_warmcache.manifest import describe_blob
 from trt_warmcache.stores import FsspecStore, Transport
 from trt_warmcache.stores._base import LAYOUT, blob_name

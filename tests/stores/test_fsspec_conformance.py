@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
@@ -31,12 +31,11 @@ class RemoteConformance(StoreConformance):
     exclusive = True
 
     @pytest.fixture(autouse=True)
-    def medium(self, server_of: ServerOf) -> Iterator[None]:
+    def medium(self, server_of: ServerOf) -> None:
         """One bucket for each test."""
         self.info = server_of(self.kind)
         self.bucket = self.info.fresh_bucket()
         self.raw = self.info.filesystem()
-        yield
 
     def make_store(self) -> Store:
         return store_on(self.info, self.bucket, transport=self.transport)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from tests.servers import Answer, CutBody, DropAnswer, FaultProxy, FlipBit, Request, ServerInfo, ServerKind, Stall
@@ -58,13 +58,11 @@ class Way:
 
 
 @pytest.fixture(params=WAYS)
-def way(
-    request: pytest.FixtureRequest, server_of: Callable[[ServerKind], ServerInfo], proxied: Proxied
-) -> Iterator[Way]:
+def way(request: pytest.FixtureRequest, server_of: Callable[[ServerKind], ServerInfo], proxied: Proxied) -> Way:
     """Every kind of service, through every transport that reaches it."""
     kind, transport = request.param
     info = server_of(kind)
-    yield Way(info, proxied(info), transport)
+    return Way(info, proxied(info), transport)
 
 
 def reads(request: Request) -> bool:

@@ -192,7 +192,7 @@ class FsspecStore(Store):
         self._reset()
 
     def _native_config(self) -> dict[str, str] | None:
-        """obstore's configuration, or None to go through fsspec."""
+        """Configuration for obstore, or None to go through fsspec."""
         if self._transport is Transport.FSSPEC:
             return None
         config = _obstore.obstore_config(self._protocol, self._options)
@@ -238,7 +238,7 @@ class FsspecStore(Store):
         except (TypeError, ValueError) as error:
             words = self._scrubbed(str(error))
             raise ConfigError(f"{self.url} cannot be opened with these storage options: {words}") from None
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  whatever a backend raises becomes a typed error
             # Some backends connect at once, and raise whatever their protocol raises.
             raise self._error(error, "connect") from self._cause(error)
 
@@ -276,7 +276,7 @@ class FsspecStore(Store):
             return act(wire, seconds)
         except (StoreError, ConfigError, IntegrityError):
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  whatever a backend raises becomes a typed error
             found = self._error(error, doing)
             if found.fault is Fault.NO_RANGES and self._transport is Transport.AUTO:
                 # This server's ranged answers are not marked as such, which obstore refuses. The digests tell whether

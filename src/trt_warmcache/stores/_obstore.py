@@ -33,7 +33,7 @@ def forked() -> bool:
 
 
 def obstore_config(protocol: str, storage_options: Mapping[str, Any]) -> dict[str, str] | str:
-    """fsspec's storage options in obstore's terms, or the reason why that cannot be done faithfully."""
+    """Storage options of fsspec in obstore's terms, or the reason why that cannot be done faithfully."""
     if protocol in {"s3", "s3a"}:
         return _s3_config(dict(storage_options))
     if protocol in {"az", "abfs", "abfss"}:
@@ -62,9 +62,10 @@ def _s3_config(options: dict[str, Any]) -> dict[str, str] | str:
         found["aws_region"] = "us-east-1"
     if anonymous:
         found["aws_skip_signature"] = "true"
-    elif not found["aws_access_key_id"]:
-        if os.environ.get("AWS_PROFILE") or not any(os.environ.get(name) for name in _S3_AMBIENT):
-            return "credentials are neither in the storage options nor in the environment"
+    elif not found["aws_access_key_id"] and (
+        os.environ.get("AWS_PROFILE") or not any(os.environ.get(name) for name in _S3_AMBIENT)
+    ):
+        return "credentials are neither in the storage options nor in the environment"
     if style == "virtual" or (style == "auto" and not found["aws_endpoint"]):
         found["aws_virtual_hosted_style_request"] = "true"
         if found["aws_endpoint"]:

@@ -18,7 +18,7 @@ import msgspec
 from trt_warmcache.errors import ConfigError
 from trt_warmcache.manifest import CHUNK_BYTES, BlobRef
 
-__all__ = ["CODEC", "Frame", "PackedError", "frames_of", "available", "pack", "unpack", "unpack_frame"]
+__all__ = ["CODEC", "Frame", "PackedError", "available", "frames_of", "pack", "unpack", "unpack_frame"]
 
 #: Name of the packing in :attr:`BlobRef.codec <trt_warmcache.manifest.BlobRef.codec>`.
 CODEC = "zstd"

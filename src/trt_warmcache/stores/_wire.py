@@ -6,12 +6,13 @@ to one process.
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import posixpath
 import secrets
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,14 +145,9 @@ class FsspecWire(Wire):
             self.run(seconds, "pipe_file", temporary, as_bytes(data))
             self.run(seconds, "mv", temporary, path)
         except BaseException:
-            self._tidy(temporary, seconds)
+            with suppress(Exception):  # the failure under way matters; housekeeping sweeps temporary files
+                self.run(seconds, "rm_file", temporary)
             raise
-
-    def _tidy(self, temporary: str, seconds: float) -> None:
-        try:
-            self.run(seconds, "rm_file", temporary)
-        except Exception:  # noqa: BLE001  the failure under way matters; housekeeping sweeps temporary files
-            return
 
     def delete(self, name: str, seconds: float) -> None:
         self.run(seconds, "rm_file", self.path(name))
@@ -217,10 +213,8 @@ class _S3Wire(_CloudWire):
             self.run(seconds, "call_s3", "complete_multipart_upload", **where, MultipartUpload={"Parts": parts})
         except BaseException:
             # Parts of an upload that was given up are invisible and cost money.
-            try:
+            with suppress(Exception):  # the failure under way matters
                 self.run(seconds, "call_s3", "abort_multipart_upload", **where)
-            except Exception:  # noqa: BLE001, S110  the failure under way matters
-                pass
             raise
 
 
@@ -359,13 +353,13 @@ def head_of(info: Mapping[str, Any]) -> Head:
 
 
 def _seconds(when: Any) -> float:
-    if isinstance(when, datetime.datetime):
+    if isinstance(when, dt.datetime):
         return when.timestamp()
     if isinstance(when, (int, float)):
         return float(when)
     try:
         # Python 3.10 does not know the Z.
-        return datetime.datetime.fromisoformat(str(when).replace("Z", "+00:00")).timestamp()
+        return dt.datetime.fromisoformat(str(when).replace("Z", "+00:00")).timestamp()
     except ValueError:
         return 0.0
 
