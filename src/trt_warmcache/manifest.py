@@ -25,7 +25,9 @@ __all__ = [
     "decode",
     "describe_blob",
     "encode",
+    "plain",
     "seal",
+    "unpacked",
 ]
 
 #: ``name/major``. Readers refuse another major number and ignore fields they do not know.
@@ -167,6 +169,16 @@ def describe_blob(role: str, data: Any) -> BlobRef:
             for start in range(0, view.nbytes, CHUNK_BYTES)
         )
     return BlobRef(role=role, digest=blob_digest(view), size=view.nbytes, chunks=chunks)
+
+
+def unpacked(ref: BlobRef) -> BlobRef:
+    """The reference without any word on how a store packs the blob."""
+    return msgspec.structs.replace(ref, codec="", stored_size=0) if ref.codec or ref.stored_size else ref
+
+
+def plain(manifest: Manifest) -> Manifest:
+    """The manifest as its maker sealed it, before a store packed its blobs. Compare and sign this form."""
+    return msgspec.structs.replace(manifest, blobs=tuple(unpacked(ref) for ref in manifest.blobs))
 
 
 def seal(
