@@ -270,7 +270,7 @@ class Store(ABC):
 
         Args:
             manifest: Sealed manifest.
-            payloads: Bytes per role.
+            payloads: Bytes per role; those of a blob that lies in the store already may be left out.
             replacing: The manifest that this one supersedes; for kinds of entries that grow.
 
         Returns:
@@ -282,7 +282,8 @@ class Store(ABC):
         kind = Kind(manifest.kind)
         name = manifest_name(kind, manifest.key)
         for ref in manifest.blobs:
-            self.put_blob(ref, payloads[ref.role])
+            if ref.role in payloads:
+                self.put_blob(ref, payloads[ref.role])
         data = manifests.encode(manifest)
         if replacing is None:
             published = self.create(name, data)
