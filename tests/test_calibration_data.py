@@ -343,12 +343,14 @@ class TestFolder:
         rng = np.random.default_rng()
         source = Calibration(data=folder, loader=lambda _: rng.normal(size=(1, 3, 4)).astype(np.float32))
         with pytest.raises(ConfigError, match="two different batches"):
-            source.find_fingerprint([X])
+            source.check([X])
 
-    def test_misfit_is_found_before_hashing(self, folder: Path) -> None:
-        """The first file is checked against the model before any digest is computed."""
+    def test_misfit_is_found_by_the_first_file(self, folder: Path) -> None:
+        """A folder for another model is refused by a look at its first file; data that is no folder is not touched."""
         with pytest.raises(ConfigError, match="batch 1"):
-            Calibration(data=folder).find_fingerprint([MASK], digest_file=lambda _: pytest.fail("hashed"))
+            Calibration(data=folder).check([MASK])
+        Calibration(data=folder).check([X])
+        Calibration(data=lambda: pytest.fail("touched"), fingerprint="f").check([MASK])
 
     def test_missing_and_empty(self, tmp_path: Path) -> None:
         """No folder, a file instead of one, and nothing in it are told apart from an empty data set."""
@@ -361,7 +363,7 @@ class TestFolder:
         """An array file that needs pickle is never loaded."""
         np.save(tmp_path / "a.npy", np.array([{"x": 1}], dtype=object), allow_pickle=True)
         with pytest.raises(ConfigError, match="cannot be read as numpy data"):
-            fingerprint(tmp_path)
+            Calibration(data=tmp_path).check([X])
 
 
 class TestDataLoader:

@@ -270,3 +270,50 @@ def test_environment_is_documented() -> None:
     assert Settings.from_env(Spy()) == Settings()
     assert asked == set(ENVIRONMENT)
     assert Settings.from_env({"TRT_WARMCACHE_STORE": "/a, s3://b/c"}).stores == ("/a", "s3://b/c")
+
+
+def test_check_names_what_is_not_covered(run: Any, model: Path) -> None:
+    """check passes where stored engines cover every shape, wider ones too, and names the shape that none covers."""
+    run("build", model, *PROFILE)
+    assert run("check", model, *PROFILE, "--next-profile", "x=2x4:2x4:4x4").stdout.count("covered:") == 2
+    text = run("check", model, *PROFILE, "--next-profile", "x=1x4:2x4:64x4", code=EXIT_MISS).stdout
+    assert "NOT COVERED: x=1x4:2x4:64x4" in text
+    assert "input 'x' dimension 0: 64 not in 1..8" in text
+    rows = json.loads(run("check", model, "--profile", "x=64x4", "--json", code=EXIT_MISS).stdout)
+    assert rows[0]["covered_by"] is None
+
+
+def test_refresh(run: Any, model: Path) -> None:
+    """--refresh builds although the engine is stored."""
+    run("build", model, *PROFILE)
+    assert run("build", model, *PROFILE, "--refresh").stdout.startswith("built")
+    assert run("build", model, *PROFILE).stdout.startswith("hit")
+
+
+def test_doctor_tells_sources(run: Any, tmp_path: Path) -> None:
+    """doctor shows the setting in force and where it came from."""
+    text = run("doctor").stdout
+    assert f"store: {tmp_path / 'store'} (from TRT_WARMCACHE_STORE)" in text
+    assert "import tensorrt_rtx: possible" in text
+    text = run("doctor", "--store", tmp_path / "other").stdout
+    assert f"store: {tmp_path / 'other'} (from --store, which overrides TRT_WARMCACHE_STORE=" in text
+    assert json.loads(run("doctor", "--json").stdout)["problems"] == []
+
+
+def test_doctor_finds_two_installations(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two versions of TensorRT on the path are listed, both, and are a problem."""
+    for version in ("10.11.0", "10.12.0"):
+        folder = tmp_path / version / f"tensorrt-{version}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: tensorrt\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(str(tmp_path / version))
+    text = run("doctor", code=EXIT_FAILED).stdout
+    assert "tensorrt 10.11.0" in text
+    assert "tensorrt 10.12.0" in text
+    assert "PROBLEM: tensorrt is on sys.path in versions 10.11.0, 10.12.0" in text
+
+
+def test_doctor_reports_an_unusable_store(run: Any, tmp_path: Path) -> None:
+    """A store that cannot be listed is a problem, with the reason."""
+    (tmp_path / "file").write_text("x")
+    assert "PROBLEM: Could not" in run("doctor", "--store", tmp_path / "file", code=EXIT_FAILED).stdout

@@ -264,6 +264,25 @@ def test_rehash_finds_damage_that_stat_hides(root: Path, model: Path) -> None:
         assert store.fetch(engine.manifest.blob("plan"), rehash=True).verified_now
 
 
+def test_refresh_replaces(root: Path, model: Path) -> None:
+    """refresh builds although an entry is stored and puts the new one in its place; without one it just builds."""
+    builder = FakeBuilder()
+    refresh = twc.Policy(refresh=True)
+    with make(root, builder) as manager:
+        assert manager.get(model, profiles=PROFILE, policy=refresh).outcome is twc.Outcome.BUILT
+        builder.size = 5000
+        engine = manager.get(model, profiles=PROFILE, policy=refresh)
+        assert engine.outcome is twc.Outcome.BUILT
+        assert engine.stored
+        hit = manager.get(model, profiles=PROFILE)
+        assert hit.outcome is twc.Outcome.HIT
+        assert hit.plan.nbytes == 5000
+        assert builder.builds == 2
+        (root / "trtwc-1" / manifest_name(Kind.ENGINE, hit.key.digest)).write_bytes(b"damaged")
+        assert manager.get(model, profiles=PROFILE, policy=refresh).stored
+        assert manager.get(model, profiles=PROFILE).outcome is twc.Outcome.HIT
+
+
 # ---- failure ----------------------------------------------------------------------------------------------------
 
 

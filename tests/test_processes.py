@@ -293,3 +293,62 @@ print(manager.get(sys.argv[2], profiles={"x": ("1x4", "2x4", "8x4")}).outcome.va
 """
         assert run_python(code, tmp_path / "store", model).strip() == "built"
         assert manager.get(model, profiles=PROFILE).outcome is twc.Outcome.HIT
+
+
+READ_ONLY = """
+import os, sys, time
+import trt_warmcache as twc
+from trt_warmcache.testing import FakeBuilder
+import filelock
+store, model = sys.argv[1:]
+events = []
+builder = FakeBuilder()
+data = open(model, "rb").read()
+with twc.EngineManager(twc.MemoryStore(), builder=builder, memo=twc.DigestMemo(None)) as manager:
+    manager.get(data, profiles={"x": "2x4"})  # imports whatever is imported late
+    builder.builds = 0
+if os.geteuid() == 0:  # root may write anywhere; nobody may not, nor may it read where Python may be installed
+    os.setgid(65534)
+    os.setuid(65534)
+with twc.EngineManager(store, builder=builder, memo=twc.DigestMemo(None), hooks=[events.append]) as manager:
+    profile = {"x": ("1x4", "2x4", "8x4")}
+    assert manager.get(data, profiles=profile).outcome.value == "hit"
+    assert builder.builds == 0
+    started = time.monotonic()
+    try:
+        manager.get(data, profiles={"x": "3x4"}, policy=twc.Policy(on_miss="raise"))
+    except twc.MissError:
+        assert time.monotonic() - started < 0.1
+    else:
+        raise AssertionError
+    assert builder.builds == 0
+    engine = manager.get(data, profiles={"x": "3x4"})
+    assert engine.outcome.value == "built" and not engine.stored
+    assert engine.publish_error.reason == "denied", engine.publish_error.reason
+    assert engine.deserialize()
+    told = [event.detail["text"] for event in events if event.kind is twc.EventKind.WARNING]
+    assert "cannot be stored" in told[0], told
+print("ok")
+"""
+
+
+def test_read_only_folder(tmp_path: Path) -> None:
+    """A folder made read-only serves its entries; what is missing there is built, returned, and said to be unstored."""
+    from trt_warmcache.testing import FakeBuilder
+
+    model, store = tmp_path / "m.onnx", tmp_path / "store"
+    model.write_bytes(tiny_model())
+    with twc.EngineManager(store, builder=FakeBuilder(), memo=twc.DigestMemo(None)) as manager:
+        manager.get(model, profiles=PROFILE)
+    before = {path: path.stat().st_mtime_ns for path in store.rglob("*")}
+    for path in [store, *store.rglob("*")]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    for folder in [tmp_path, *tmp_path.parents]:
+        if folder.stat().st_uid == os.geteuid() and folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o005)
+    try:
+        assert run_python(READ_ONLY, store, model).strip() == "ok"
+        assert {path: path.stat().st_mtime_ns for path in store.rglob("*")} == before
+    finally:
+        for path in [store, *store.rglob("*")]:
+            path.chmod(0o755 if path.is_dir() else 0o644)

@@ -17,6 +17,9 @@ from trt_warmcache._version import __version__
 
 if TYPE_CHECKING:
     from trt_warmcache.builders import BuilderCapabilities, BuildInputs, BuildOutput, EngineBuilder, Progress
+    from trt_warmcache.calibration import CalibrationTables, StoredTable
+    from trt_warmcache.calibration_data import Calibration, CalibrationAlgorithm, QdqOptions
+    from trt_warmcache.calibration_table import CalibrationTable, read_table
     from trt_warmcache.engine import Engine, Outcome
     from trt_warmcache.errors import (
         BuildError,
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from trt_warmcache.profiles import ShapeProfile
     from trt_warmcache.request import EngineRequest
     from trt_warmcache.stores import Layer, LayeredStore, LocalStore, MemoryStore, Store, StoreCapabilities, open_store
+    from trt_warmcache.tactics import TacticReplay
     from trt_warmcache.target import Target
     from trt_warmcache.trust import Keyring, Signer
     from trt_warmcache.warm import WarmReport, WarmRow
@@ -55,7 +59,11 @@ __all__ = [
     "BuildOutput",
     "BuildTimeout",
     "BuilderCapabilities",
+    "Calibration",
+    "CalibrationAlgorithm",
     "CalibrationKey",
+    "CalibrationTable",
+    "CalibrationTables",
     "ConfigError",
     "DigestMemo",
     "Engine",
@@ -80,12 +88,15 @@ __all__ = [
     "Outcome",
     "Policy",
     "Progress",
+    "QdqOptions",
     "ShapeProfile",
     "Signer",
     "Store",
     "StoreCapabilities",
     "StoreError",
     "StoreReason",
+    "StoredTable",
+    "TacticReplay",
     "Target",
     "TimingKey",
     "UnknownFieldError",
@@ -95,6 +106,7 @@ __all__ = [
     "WarmRow",
     "__version__",
     "open_store",
+    "read_table",
 ]
 
 #: Where each public name is defined. They are imported on first use, so that an application which imports this package
@@ -110,6 +122,13 @@ _HOME = {
     "BuildOutput": "trt_warmcache.builders",
     "EngineBuilder": "trt_warmcache.builders",
     "Progress": "trt_warmcache.builders",
+    "CalibrationTables": "trt_warmcache.calibration",
+    "StoredTable": "trt_warmcache.calibration",
+    "Calibration": "trt_warmcache.calibration_data",
+    "CalibrationAlgorithm": "trt_warmcache.calibration_data",
+    "QdqOptions": "trt_warmcache.calibration_data",
+    "CalibrationTable": "trt_warmcache.calibration_table",
+    "read_table": "trt_warmcache.calibration_table",
     "Engine": "trt_warmcache.engine",
     "Outcome": "trt_warmcache.engine",
     "BuildError": "trt_warmcache.errors",
@@ -144,6 +163,7 @@ _HOME = {
     "Store": "trt_warmcache.stores",
     "StoreCapabilities": "trt_warmcache.stores",
     "open_store": "trt_warmcache.stores",
+    "TacticReplay": "trt_warmcache.tactics",
     "Target": "trt_warmcache.target",
     "WarmReport": "trt_warmcache.warm",
     "WarmRow": "trt_warmcache.warm",

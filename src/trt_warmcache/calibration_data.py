@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
 from pathlib import Path
@@ -24,10 +24,14 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-__all__ = ["Calibration", "CalibrationAlgorithm", "InputSpec"]
+__all__ = ["QDQ_RECIPE", "Calibration", "CalibrationAlgorithm", "InputSpec", "QdqOptions"]
 
 Batch: TypeAlias = "dict[str, np.ndarray[Any, Any]]"
 """Input name to array, the whole batch."""
+
+QDQ_RECIPE: Final = 1
+"""Goes up whenever the same table and options would give another Q/DQ model. The version of ONNX Runtime does not
+count: engines must be found again on machines that have none."""
 
 _ARRAY_FILES: Final = frozenset({".npy", ".npz"})
 _AGAIN: Final = (
@@ -53,6 +57,11 @@ class CalibrationAlgorithm(str, Enum):
         """What a table's first line calls it. TensorRT has no percentile; its tables read as entropy ones."""
         return "MinMaxCalibration" if self is CalibrationAlgorithm.MINMAX else "EntropyCalibration2"
 
+    @classmethod
+    def of_header(cls, name: str) -> CalibrationAlgorithm:
+        """The algorithm that a table's first line calls so."""
+        return cls.MINMAX if name == cls.MINMAX.header else cls.ENTROPY
+
 
 @dataclass(frozen=True)
 class InputSpec:
@@ -71,6 +80,49 @@ class InputSpec:
     def __str__(self) -> str:
         shape = "any shape" if self.dims is None else "x".join(str(d) if isinstance(d, int) else "?" for d in self.dims)
         return f"{self.name} ({self.dtype}, {shape or 'scalar'})"
+
+
+@strict_fields
+@dataclass(frozen=True)
+class QdqOptions:
+    """How a table becomes Q/DQ nodes, where TensorRT has no calibrators. Part of the engine's key.
+
+    Args:
+        op_types: Operators to quantize; None for Conv, ConvTranspose, Gemm and MatMul with constant weights.
+        nodes_exclude: Names of nodes that stay in floating point.
+        per_channel_weights: A scale per output channel rather than one for the whole weight.
+        min_channels: Nodes with fewer input channels per group, or output channels, stay in floating point.
+
+    Raises:
+        ConfigError: A value that cannot be meant.
+    """
+
+    op_types: tuple[str, ...] | None = None
+    nodes_exclude: tuple[str, ...] = ()
+    per_channel_weights: bool = True
+    min_channels: int = 17
+
+    def __post_init__(self) -> None:
+        for attribute in ("op_types", "nodes_exclude"):
+            names = getattr(self, attribute)
+            if isinstance(names, str) or (names is not None and not all(isinstance(name, str) for name in names)):
+                raise ConfigError(f"{attribute} is a collection of names, not {names!r}.")
+            # order and repetition mean nothing, so they must not make another key
+            object.__setattr__(self, attribute, None if names is None else tuple(sorted(set(names))))
+        if type(self.min_channels) is not int or self.min_channels < 1:
+            raise ConfigError(f"min_channels must be a positive whole number, not {self.min_channels!r}.")
+        if type(self.per_channel_weights) is not bool:
+            raise ConfigError(f"per_channel_weights must be True or False, not {self.per_channel_weights!r}.")
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain JSON values, with the version of the procedure itself."""
+        return {
+            "recipe": QDQ_RECIPE,
+            "op_types": None if self.op_types is None else list(self.op_types),
+            "nodes_exclude": list(self.nodes_exclude),
+            "per_channel_weights": self.per_channel_weights,
+            "min_channels": self.min_channels,
+        }
 
 
 @strict_fields
@@ -95,12 +147,13 @@ class Calibration:
         version: For folders: the caller's version of the files. The fingerprint is then made of names, sizes and this
             rather than of the files' bytes.
         percentile: Share of the magnitudes that is kept, in percent, for ``"percentile"``.
+        qdq: How the table becomes Q/DQ nodes, for TensorRT 11 and TensorRT-RTX. Not part of the table's key.
 
     Raises:
         ConfigError: Anything that cannot be meant, or data that can be walked only once.
     """
 
-    data: Any = None
+    data: Any = field(default=None, repr=False)
     algorithm: CalibrationAlgorithm | str = CalibrationAlgorithm.ENTROPY
     batches: int | None = None
     fingerprint: str | None = None
@@ -109,6 +162,7 @@ class Calibration:
     loader: Callable[[Path], Any] | None = None
     version: str | None = None
     percentile: float = 99.99
+    qdq: QdqOptions = QdqOptions()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "algorithm", to_enum(CalibrationAlgorithm, self.algorithm, "algorithm"))
@@ -116,11 +170,13 @@ class Calibration:
             raise ConfigError(f"batches must be a positive whole number or None for all, not {self.batches!r}.")
         if not 50 < self.percentile <= 100:
             raise ConfigError(f"percentile must lie above 50 and at most at 100, not {self.percentile!r}.")
-        for field in ("fingerprint", "preprocess", "version"):
-            value = getattr(self, field)
+        for name in ("fingerprint", "preprocess", "version"):
+            value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 hint = " Do the preprocessing in loader or data." if callable(value) else ""
-                raise ConfigError(f"{field} is a text of your choice that changes when what it stands for does.{hint}")
+                raise ConfigError(f"{name} is a text of your choice that changes when what it stands for does.{hint}")
+        if not isinstance(self.qdq, QdqOptions):
+            raise ConfigError(f"qdq must be QdqOptions, not {self.qdq!r}.")
         if self.table is not None and (self.data is not None or self.fingerprint is not None):
             raise ConfigError("Give either a finished table or data (or its fingerprint), not both.")
         if self.table is None and self.data is None and self.fingerprint is None:
@@ -174,8 +230,8 @@ class Calibration:
     def find_fingerprint(self, inputs: Sequence[InputSpec], *, digest_file: Callable[[Path], str] | None = None) -> str:
         """The fingerprint of data and order.
 
-        A given one is returned as it is, without touching the data. For a folder it is made of the files, otherwise
-        of every batch's bytes, checked against the model on the way.
+        A given one is returned as it is, without touching the data. For a folder it is made of the files, without
+        loading any (so numpy is not needed); otherwise of every batch's bytes, checked against the model on the way.
 
         Args:
             inputs: The model's inputs.
@@ -190,12 +246,22 @@ class Calibration:
         if table is not None:
             return f"table:{table.digest}"
         if self._is_folder:
-            next(self.feed(inputs), None)  # a folder that does not fit the model must fail before any work
             return self._fingerprint_files(digest_file or _digest_file)
         hasher = _BatchHasher()
         for batch in self.feed(inputs):
             hasher.update(batch)
         return hasher.fingerprint
+
+    def check(self, inputs: Sequence[InputSpec]) -> None:
+        """Look at the first batch of a folder, so that data for another model fails before any work is done.
+
+        Other data is left alone: taking its fingerprint has checked all of it, or the caller vouches for it.
+
+        Raises:
+            ConfigError: It does not fit, or the loader makes another batch each time.
+        """
+        if self._is_folder:
+            next(self.feed(inputs), None)
 
     def feed(self, inputs: Sequence[InputSpec], *, expected: str | None = None) -> Iterator[Batch]:
         """Walk the batches, each checked against the model.

@@ -28,7 +28,7 @@ from trt_warmcache.keys import Kind
 from trt_warmcache.manager import EngineManager
 from trt_warmcache.manifest import Manifest
 from trt_warmcache.options import BuildOptions
-from trt_warmcache.policy import OnMiss, Policy
+from trt_warmcache.policy import Cover, OnMiss, Policy
 from trt_warmcache.profiles import parse_profile
 from trt_warmcache.settings import DEFAULT_STORE, Settings
 from trt_warmcache.stores import Store, open_store
@@ -195,10 +195,13 @@ def _manager(given: dict[str, Any], **more: Any) -> EngineManager:
     help="Folder for --gen-cache. [default: .]",
 )
 @click.option("--timeout", type=float, default=None, help="Most seconds to spend, waiting and building.")
+@click.option("--refresh", is_flag=True, help="Build anew even if it is stored, and replace it.")
 @click.option("--no-build", is_flag=True, help="Only fetch; exit with code 3 if it is not stored.")
-def build(*, as_json: bool, gen_cache: bool, output: Path, timeout: float | None, no_build: bool, **given: Any) -> None:
+def build(
+    *, as_json: bool, gen_cache: bool, output: Path, timeout: float | None, refresh: bool, no_build: bool, **given: Any
+) -> None:
     """Build the engine of MODEL, or fetch it if it is stored already."""
-    policy = Policy(on_miss=OnMiss.RAISE if no_build else OnMiss.BUILD)
+    policy = Policy(on_miss=OnMiss.RAISE if no_build else OnMiss.BUILD, refresh=refresh)
     started = time.perf_counter()
     with _progress(quiet=as_json) as hook, _manager(given, policy=policy, hooks=[hook]) as manager:
         engine = manager.get(given["model"], timeout=timeout, **_fields(given))
@@ -354,6 +357,57 @@ def verify(*, stores: tuple[str, ...], as_json: bool, quarantine: bool) -> None:
         click.echo(f"{good} good, {len(bad)} damaged")
     if bad:
         raise SystemExit(EXIT_DAMAGED)
+
+
+@main.command()
+@_request_options
+@_store_option
+@_json_option
+def check(*, as_json: bool, **given: Any) -> None:
+    """Say whether stored engines of MODEL cover every profile given; exit with code 3 naming what is not covered.
+
+    Meant for deployments, before a server takes traffic: each --profile and --next-profile is looked for on its own,
+    and a stored engine with a wider profile covers it.
+    """
+    fields = _fields(given)
+    wanted = fields.pop("profiles") or [None]
+    rows = []
+    with _manager(given, policy=Policy(cover=Cover.WIDER)) as manager:
+        for profile in wanted:
+            engine = manager.lookup(given["model"], profiles=profile, **fields)
+            found = manager.explain(given["model"], profiles=profile, **fields) if engine is None else None
+            rows.append(
+                {
+                    "profile": str(profile or "static shapes"),
+                    "covered_by": None if engine is None else engine.key.digest,
+                    "nearest": None if found is None else found.to_json()["nearest"],
+                    "text": "" if found is None else str(found),
+                }
+            )
+    if as_json:
+        click.echo(json.dumps(rows))
+    else:
+        for row in rows:
+            click.echo(
+                f"covered: {row['profile']} by {row['covered_by'][:12]}"
+                if row["covered_by"]
+                else f"NOT COVERED: {row['profile']}\n{row['text']}"
+            )
+    if any(row["covered_by"] is None for row in rows):
+        raise SystemExit(EXIT_MISS)
+
+
+@main.command()
+@_store_option
+@_json_option
+def doctor(*, stores: tuple[str, ...], as_json: bool) -> None:
+    """Show what is installed and loaded and which settings are in force; exit with code 1 if something looks wrong."""
+    from trt_warmcache.doctor import diagnose
+
+    found = diagnose(os.environ, stores)
+    click.echo(json.dumps(found.to_json()) if as_json else str(found))
+    if found.problems:
+        raise SystemExit(EXIT_FAILED)
 
 
 # ---- showing ----------------------------------------------------------------------------------------------------

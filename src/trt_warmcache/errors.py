@@ -174,9 +174,13 @@ class MissError(WarmCacheError, LookupError):
     """Nothing stored for this request, and the policy forbids building it now.
 
     Attributes:
+        key: Digest of the key that was looked for, or "".
+        reason: ``missing``, or ``vetoed`` for a calibration table that is not to be used on the target.
         pending: With ``on_miss="fallback"``, the ``concurrent.futures.Future`` of the build under way; else None.
     """
 
+    key: str = ""
+    reason: str = "missing"
     pending: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -41,6 +41,11 @@ class EventKind(str, Enum):
     INEFFECTIVE = "ineffective"
     SUSPECT = "suspect"
     TIMING_DROPPED = "timing_dropped"
+    CALIBRATION_HIT = "calibration_hit"
+    CALIBRATION_START = "calibration_start"
+    CALIBRATION_END = "calibration_end"
+    CALIBRATION_FAILED = "calibration_failed"
+    CALIBRATION_INCOMPLETE = "calibration_incomplete"
     CALIBRATION_CONFLICT = "calibration_conflict"
     CALIBRATION_UNWRITTEN = "calibration_unwritten"
     VERSION_CONFLICT = "version_conflict"
@@ -89,12 +94,16 @@ _LEVELS = {
     EventKind.INEFFECTIVE: logging.WARNING,
     EventKind.SUSPECT: logging.WARNING,
     EventKind.TIMING_DROPPED: logging.WARNING,
+    EventKind.CALIBRATION_FAILED: logging.WARNING,
+    EventKind.CALIBRATION_INCOMPLETE: logging.WARNING,
     EventKind.CALIBRATION_CONFLICT: logging.WARNING,
     EventKind.CALIBRATION_UNWRITTEN: logging.WARNING,
     EventKind.VERSION_CONFLICT: logging.WARNING,
     EventKind.CHURN: logging.WARNING,
     EventKind.DRIFT: logging.WARNING,
     EventKind.WARNING: logging.WARNING,
+    EventKind.CALIBRATION_START: logging.INFO,
+    EventKind.CALIBRATION_END: logging.INFO,
     EventKind.BUILD_START: logging.INFO,
     EventKind.BUILD_END: logging.INFO,
     EventKind.PUBLISHED: logging.INFO,

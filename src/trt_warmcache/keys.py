@@ -140,6 +140,7 @@ def engine_key(
     target: Target,
     plugins: Iterable[str] = (),
     calibration: str | None = None,
+    qdq: Mapping[str, Any] | None = None,
     recipe: str | None = None,
     driver_in_key: bool = False,
     name: str = "",
@@ -155,6 +156,7 @@ def engine_key(
         target: What the engine is for. How much of it counts follows `options.hardware_compatibility`.
         plugins: Digests of the plugin libraries' bytes.
         calibration: Digest of the calibration table.
+        qdq: How the table becomes Q/DQ nodes of the model, where it does.
         recipe: The caller's own version of anything the library cannot see.
         driver_in_key: Let the driver version count too.
         name: Readable name; not part of the identity.
@@ -167,7 +169,7 @@ def engine_key(
     }
     for option, value in options.to_json(plan_only=True).items():
         parts[f"options.{option}"] = value
-    parts.update(_target_parts(flavour, target, options.hardware_compatibility))
+    parts.update(_target_parts(flavour, target, options.hardware_level))
     if driver_in_key:
         parts["target.driver"] = target.driver
     # Absent parts stay absent, so that a part added later leaves the keys of requests without it unchanged.
@@ -176,6 +178,8 @@ def engine_key(
         parts["plugins"] = libraries
     if calibration is not None:
         parts["calibration"] = calibration
+    if qdq is not None:
+        parts["qdq"] = dict(qdq)
     if recipe is not None:
         parts["recipe"] = recipe
     return EngineKey(Kind.ENGINE, parts, name)

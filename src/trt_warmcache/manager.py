@@ -20,12 +20,15 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_complete
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from trt_warmcache import manifest as manifests
 from trt_warmcache import timing
 from trt_warmcache._version import __version__
 from trt_warmcache.builders import BuildInputs, BuildOutput, EngineBuilder, Progress, select_builder
+from trt_warmcache.calibration import CalibrationTables, Limits, StoredTable, bytes_for_builder, quantized, route
+from trt_warmcache.calibration_data import Calibration, QdqOptions
+from trt_warmcache.calibration_table import CalibrationTable
 from trt_warmcache.churn import ChurnWatch
 from trt_warmcache.engine import Engine, Outcome
 from trt_warmcache.errors import (
@@ -63,6 +66,9 @@ _ROLE = "plan"
 _DEFAULT_OPTIONS = BuildOptions()
 _PORTABLE = Target()
 
+#: Stands for the digest of a table that is not made yet, where a key is only explained.
+_NO_TABLE = "not calibrated yet"
+
 
 @dataclass
 class _Call:
@@ -77,6 +83,8 @@ class _Call:
     target: Target
     plugins: dict[str, str]
     key: EngineKey
+    table: StoredTable | None = None
+    qdq: QdqOptions | None = None
     timings: dict[str, float] = field(default_factory=dict)
     damage: tuple[Kind, str, IntegrityError] | None = None
 
@@ -127,6 +135,10 @@ class EngineManager:
         signer: Signs every manifest published; see :mod:`trt_warmcache.trust`.
         keyring: Keys whose signatures count where the policy says ``trust="signed"``; the signer's own among them.
 
+    Attributes:
+        store: The store, or all layers as one.
+        tables: The store's INT8 calibration tables.
+
     Raises:
         ConfigError: An argument that cannot be meant.
     """
@@ -172,6 +184,7 @@ class EngineManager:
         self.store: Store = (
             self._strict_store() if self.policy.trust is Trust.SIGNED else secured(opened, signer=signer)
         )
+        self.tables = CalibrationTables(self.store, memo=self._memo, events=self._events)
         self._owns_store = not isinstance(store, Store)
         self._target = target
         self._builder_choice = builder
@@ -201,9 +214,24 @@ class EngineManager:
             BuildTimeout: Waiting or building took longer than allowed.
             StoreError: The store could not be read. Trouble with storing a finished engine is no error: see
                 ``Engine.publish_error``.
-            MissError: Nothing is stored and the policy forbids building.
+            MissError: Nothing is stored and the policy forbids building; or the calibration table is missing and there
+                is no data to make one, or it is vetoed for the target.
         """
-        call = self._resolve(as_request(model, fields))
+        request = as_request(model, fields)
+        on_miss = (request.policy or self.policy).on_miss
+        try:
+            call = self._resolve(request, tables="make" if on_miss is OnMiss.BUILD else "find")
+        except MissError as miss:
+            if on_miss is not OnMiss.FALLBACK or request.calibration is None or request.calibration.data is None:
+                raise
+            pending = self._in_background(miss.key, lambda: self._build_once(self._resolve(request, tables="make")))
+            raise MissError(
+                f"{miss.message} It is being made in the background, and the engine after it.",
+                key=miss.key,
+                pending=pending,
+            ) from miss
+        if call.policy.refresh:
+            return self._build_once(call)
         engine = self._find(call)
         if engine is not None:
             return engine
@@ -228,15 +256,44 @@ class EngineManager:
             IntegrityError: There is an entry and it is damaged; it was set aside where the store allows that.
             StoreError: The store could not be read.
         """
-        call = self._resolve(as_request(model, fields))
+        try:
+            call = self._resolve(as_request(model, fields))
+        except MissError:
+            return None  # no calibration table, so no engine made with it
         engine = self._find(call)
         if engine is None:
             self._raise_damage(call)
         return engine
 
     def key(self, model: Any, **fields: Any) -> EngineKey:
-        """The key of a request. The store is not touched."""
+        """The key of a request. The store is not touched, except to find the table of a request with a calibration.
+
+        Raises:
+            MissError: The calibration has no table yet, and an engine's key names its table.
+        """
         return self._resolve(as_request(model, fields)).key
+
+    def calibrate(
+        self, model: Any, calibration: Calibration, *, name: str | None = None, version: str | None = None
+    ) -> StoredTable:
+        """The INT8 calibration table of a model and its data, made at most once; needs no TensorRT.
+
+        :meth:`get` does this by itself. On its own it serves to calibrate where the data is, for machines that only
+        know the data's fingerprint.
+
+        Args:
+            model: As for :meth:`get`.
+            calibration: The data, or the table itself.
+            name: A name for people.
+            version: A version for people.
+
+        Raises:
+            ConfigError: Data that does not fit the model, or is not the same on each pass.
+            ModelError: The model cannot be run, or the table belongs to another model.
+            MissError: There is no data, and no table is stored for its fingerprint.
+        """
+        source = ModelSource.open(model, memo=self._memo)
+        return self.tables.get(source, calibration, name=name, version=version, verify=True)
 
     def explain(self, model: Any, *, nearest: int = 3, **fields: Any) -> Explanation:
         """Whether a request would hit, and otherwise which stored entries come nearest and in what they differ.
@@ -246,7 +303,7 @@ class EngineManager:
             nearest: How many entries to compare in detail.
             **fields: As for :meth:`get`.
         """
-        return explain(self.store, self._resolve(as_request(model, fields)).key, limit=nearest)
+        return explain(self.store, self._resolve(as_request(model, fields), tables="guess").key, limit=nearest)
 
     def warm(
         self,
@@ -300,6 +357,33 @@ class EngineManager:
             if own is not None:
                 own.shutdown(wait=True, cancel_futures=True)
         return WarmReport(tuple(row for row in rows if row is not None))
+
+    def import_table(
+        self,
+        model: Any,
+        table: CalibrationTable,
+        calibration: Calibration,
+        *,
+        name: str | None = None,
+        version: str | None = None,
+    ) -> StoredTable:
+        """Store a calibration table made elsewhere, so that requests with the same calibration find it.
+
+        Args:
+            model: The model that the table was made for.
+            table: The table; :func:`~trt_warmcache.read_table` reads files of several tools.
+            calibration: What requests will say. ``Calibration(fingerprint="...")`` needs no data.
+            name: A name for people.
+            version: A version for people.
+
+        Returns:
+            The table in force: an entry that is stored already stays as it is.
+
+        Raises:
+            ModelError: The table belongs to another model; the error carries the counts.
+        """
+        source = ModelSource.open(model, memo=self._memo)
+        return self.tables.store_table(source, calibration, table, name=name, version=version)
 
     async def aget(self, model: Any, **fields: Any) -> Engine:
         """:meth:`get` for asyncio; the loop is never blocked."""
@@ -355,24 +439,34 @@ class EngineManager:
             self._builder = select_builder(self._builder_choice, memo=self._memo)
         return self._builder
 
-    def _resolve(self, request: EngineRequest) -> _Call:
+    def _resolve(self, request: EngineRequest, *, tables: Literal["make", "find", "guess"] = "find") -> _Call:
+        """Make a request concrete. A calibration's table is made if missing, or only found, or left open."""
         if self._closed:
             raise ConfigError("This manager is closed; make another.")
         started = time.perf_counter()
         deadline = None if request.timeout is None else time.monotonic() + request.timeout
         policy = request.policy or self.policy
+        if policy.trust is not self.policy.trust and request.calibration is not None:
+            raise ConfigError("With a calibration, set trust on the manager's own policy: tables come from its store.")
         options = request.options or _DEFAULT_OPTIONS
         builder = self.builder
         source = ModelSource.open(request.model, memo=self._memo)
         version = builder.version()
         target = self._target_for(request, options)
-        if request.calibration is not None and not builder.capabilities.calibration_table:
-            raise ConfigError(
-                f"{builder.flavour} {version} has no INT8 calibrator: precision comes from the model there. Insert Q/DQ nodes with the calibration table first."
-            )
         plugins = {path.name: file_digest(path, self._memo) for path in request.plugins}
         if plugins and not builder.capabilities.plugins:
             raise ConfigError(f"{builder.flavour} takes no plugin libraries.")
+        table, qdq = None, None
+        if request.calibration is not None:
+            takes = builder.capabilities.calibration_table
+            options, qdq = route(
+                options, request.calibration, flavour=builder.flavour, version=version, takes_tables=takes
+            )
+            try:
+                table = self._table(request, source, target, options, deadline, make=tables == "make")
+            except MissError:
+                if tables != "guess":
+                    raise
         profiles, key = _derive(
             source.summary,
             source.digest,
@@ -382,14 +476,53 @@ class EngineManager:
             version,
             target,
             tuple(plugins.values()),
+            _NO_TABLE if table is None and request.calibration is not None else table and table.digest,
+            qdq,
             request.recipe,
             policy.driver_in_key,
             request.name or source.stem,
             request.version,
         )
-        call = _Call(request, policy, deadline, source, profiles, options, target, plugins, key)
+        call = _Call(request, policy, deadline, source, profiles, options, target, plugins, key, table, qdq)
         call.timings["hash"] = time.perf_counter() - started
         return call
+
+    def _table(
+        self,
+        request: EngineRequest,
+        source: ModelSource,
+        target: Target,
+        options: BuildOptions,
+        deadline: float | None,
+        **how: Any,
+    ) -> StoredTable:
+        policy = request.policy or self.policy
+
+        def wait_seconds() -> float:
+            return (
+                policy.wait_seconds
+                if deadline is None
+                else min(policy.wait_seconds, max(0.0, deadline - time.monotonic()))
+            )
+
+        def checkpoint() -> None:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise BuildTimeout(f"Calibrating ran into the request's timeout of {request.timeout:g} s.")
+            if self._closed:
+                raise BuildError("The manager was closed during a calibration.")
+
+        assert request.calibration is not None
+        return self.tables.get(
+            source,
+            request.calibration,
+            name=request.name,
+            version=request.version,
+            target=target,
+            degrade=policy.store_errors is StoreErrors.DEGRADE,
+            limits=Limits(wait_seconds, policy.slow_build_seconds, checkpoint),
+            before=lambda: self.builder.check(options, target),
+            **how,
+        )
 
     def _target_for(self, request: EngineRequest, options: BuildOptions) -> Target:
         target = request.target or self._target
@@ -401,12 +534,11 @@ class EngineManager:
             else:
                 target = _PORTABLE
         if self.builder.capabilities.needs_gpu:
-            level = options.hardware_compatibility or HardwareCompatibility.NONE
             needed = {
                 HardwareCompatibility.NONE: ("gpu", "compute_capability"),
                 HardwareCompatibility.SAME_COMPUTE_CAPABILITY: ("compute_capability",),
                 HardwareCompatibility.AMPERE_PLUS: (),
-            }[level]
+            }[options.hardware_level]
             missing = [name for name in needed if getattr(target, name) is None]
             if missing:
                 raise ConfigError(
@@ -439,6 +571,8 @@ class EngineManager:
 
     def _look(self, call: _Call, outcome: Outcome) -> Engine | None:
         """The engine stored under the call's own key, verified; None where there is none to be used."""
+        if call.policy.refresh and outcome is not Outcome.HIT:
+            return None
         kind, digest = call.key.kind, call.key.digest
         started = time.perf_counter()
         try:
@@ -548,7 +682,21 @@ class EngineManager:
 
     # ---- building ---------------------------------------------------------------------------------------------
 
+    def _with_table(self, call: _Call) -> _Call:
+        """The call with its calibration table read and held against the model; repaired damage may change the key."""
+        if call.table is None:
+            return call
+        with call.stage("calibrate"):
+            table = self._table(
+                call.request, call.source, call.target, call.options, call.deadline, known=call.table, verify=True
+            )
+        if table.digest != call.table.digest:
+            call = self._resolve(call.request)
+        call.table = table
+        return call
+
     def _build_once(self, call: _Call) -> Engine:
+        call = self._with_table(call)
         leader, joined = self._flights.run(
             call.key.digest, lambda: self._build_or_join(call), timeout=lambda: self._wait_limit(call)
         )
@@ -634,7 +782,8 @@ class EngineManager:
         plan = memoryview(output.plan).cast("B").toreadonly()
         with call.stage("publish"):
             ref = manifests.describe_blob(_ROLE, plan)
-            manifest = manifests.seal(call.key, (ref,), provenance=provenance, labels=call.labels())
+            extra = {} if call.table is None else {"calibration_key": call.table.key.digest}
+            manifest = manifests.seal(call.key, (ref,), provenance=provenance, labels=call.labels(), extra=extra)
             engine = self._publish(call, manifest, plan)
             if timings_key is not None and output.timing is not None:
                 timing.publish(
@@ -678,18 +827,26 @@ class EngineManager:
                 EventKind.BUILD_SLOW, key=key, label=call.label, seconds=spent, text=f"still building {call.label}"
             )
 
+        self.builder.check(call.options, call.target)
+        model, table = call.source, None
+        if call.table is not None:
+            assert call.table.table is not None
+            if call.qdq is None:
+                table = bytes_for_builder(call.table.table)
+            else:
+                model = quantized(call.source, call.table.table, call.qdq, memo=self._memo)
         inputs = BuildInputs(
-            model=call.source,
+            model=model,
             network_name=f"trtwc-{key[:16]}",
             profiles=call.profiles,
             options=call.options,
             target=call.target,
             timing=timing_blob,
+            calibration=table,
             plugins=call.request.plugins,
             on_progress=on_progress,
             checkpoint=checkpoint,
         )
-        self.builder.check(call.options, call.target)
         self._warn_if_not_writable(call)
         self._events.emit(EventKind.BUILD_START, key=key, label=call.label)
         try:
@@ -767,7 +924,7 @@ class EngineManager:
     def _publish(self, call: _Call, manifest: Manifest, plan: memoryview) -> Engine:
         key = call.key
         try:
-            current = self._store_for(call).publish(manifest, {_ROLE: plan})
+            current = self._store_for(call).publish(manifest, {_ROLE: plan}, replacing=self._to_replace(call))
             if current != manifest:
                 # Somebody built the same without seeing our lock. Theirs stays, and everybody uses one plan.
                 self._events.emit(EventKind.PUBLISH_LOST, key=key.digest, label=call.label)
@@ -800,14 +957,26 @@ class EngineManager:
         self._churn.built(manifest)
         return self._engine(call, key, manifest, Payload(plan), Outcome.BUILT)
 
+    def _to_replace(self, call: _Call) -> Manifest | None:
+        if not call.policy.refresh:
+            return None
+        try:
+            return self._store_for(call).manifest(call.key.kind, call.key.digest)
+        except IntegrityError as error:
+            self._quarantine(call, call.key.kind, call.key.digest, error)
+            return None
+
     def _build_in_background(self, call: _Call) -> Future[Engine]:
+        return self._in_background(call.key.digest, lambda: self._build_once(call))
+
+    def _in_background(self, digest: str, work: Callable[[], Engine]) -> Future[Engine]:
         with self._guard:
             if self._background is None:
                 self._background = ThreadPoolExecutor(1, "trt_warmcache-build")
-            pending = self._pending.get(call.key.digest)
+            pending = self._pending.get(digest)
             if pending is None or pending.done():
-                pending = self._background.submit(self._build_once, call)
-                self._pending[call.key.digest] = pending
+                pending = self._background.submit(work)
+                self._pending[digest] = pending
         return pending
 
     # ---- running ----------------------------------------------------------------------------------------------
@@ -868,6 +1037,8 @@ def _derive(
     version: str,
     target: Target,
     plugins: tuple[str, ...],
+    calibration: str | None,
+    qdq: QdqOptions | None,
     recipe: str | None,
     driver_in_key: bool,
     model_name: str,
@@ -891,6 +1062,8 @@ def _derive(
         version=version,
         target=target,
         plugins=plugins,
+        calibration=calibration,
+        qdq=None if qdq is None else qdq.to_json(),
         recipe=recipe,
         driver_in_key=driver_in_key,
         name=name,

@@ -73,6 +73,8 @@ class Policy:
         build_seconds: Longest build, in seconds; None sets no limit. Needs a builder that reports progress, since
             TensorRT can only be stopped at a step.
         rehash: Hash model files and stored plans anew at every use instead of trusting the digest memo.
+        refresh: Build anew even if an entry is stored, and put the new one in its place. The old one serves others
+            until then.
         driver_in_key: Let the driver version split the engine key. Off by default: plans survive driver updates.
 
     Raises:
@@ -89,6 +91,7 @@ class Policy:
     wait_seconds: float = 3600.0
     build_seconds: float | None = None
     rehash: bool = False
+    refresh: bool = False
     driver_in_key: bool = False
 
     def __post_init__(self) -> None:
@@ -102,7 +105,7 @@ class Policy:
             object.__setattr__(self, field, to_enum(kind, getattr(self, field), f"Policy.{field}"))
         for field in ("slow_build_seconds", "wait_seconds", "build_seconds"):
             check_seconds(getattr(self, field), f"Policy.{field}", optional=field == "build_seconds")
-        for field in ("rehash", "driver_in_key"):
+        for field in ("rehash", "refresh", "driver_in_key"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"Policy.{field} must be True or False, not {getattr(self, field)!r}.")
 

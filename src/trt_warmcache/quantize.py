@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
         def threshold(self) -> float: ...
 
 
-__all__ = ["QUANTIZED_OP_TYPES", "calibrate", "float_tensors", "insert_qdq", "model_inputs"]
+__all__ = ["QUANTIZED_OP_TYPES", "Measured", "calibrate", "float_tensors", "insert_qdq", "measure", "model_inputs"]
 
 log = logging.getLogger("trt_warmcache")
 
@@ -78,6 +79,24 @@ def float_tensors(model: ModelLike) -> tuple[str, ...]:
     return _activations(proto, _session(proto, folder))
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A complete calibration.
+
+    Attributes:
+        table: Scales of all tensors but those that held NaN or infinity. Of version 0: re-head it for a TensorRT that
+            reads tables.
+        tensors: The model's floating-point activations, with and without a scale.
+        batches: How many were run.
+        samples: Sum of their leading dimensions.
+    """
+
+    table: CalibrationTable
+    tensors: tuple[str, ...]
+    batches: int
+    samples: int
+
+
 def calibrate(
     model: ModelLike,
     calibration: Calibration,
@@ -86,6 +105,18 @@ def calibrate(
     progress: Callable[[int, int | None], None] | None = None,
     providers: Collection[str] = ("CPUExecutionProvider",),
 ) -> CalibrationTable:
+    """The table of :func:`measure`."""
+    return measure(model, calibration, fingerprint=fingerprint, progress=progress, providers=providers).table
+
+
+def measure(
+    model: ModelLike,
+    calibration: Calibration,
+    *,
+    fingerprint: str | None = None,
+    progress: Callable[[int, int | None], None] | None = None,
+    providers: Collection[str] = ("CPUExecutionProvider",),
+) -> Measured:
     """Measure the range of every floating-point activation.
 
     Memory holds one batch's activations and a fixed amount per tensor, however many batches there are.
@@ -94,12 +125,9 @@ def calibrate(
         model: Path, bytes or ``onnx.ModelProto``; side files are found beside a path.
         calibration: The data and the algorithm.
         fingerprint: What ``calibration.find_fingerprint`` returned earlier; the data must still be the same.
-        progress: Called after each batch with the number done and the number in all, None where that is unknown.
+        progress: Called after each batch with the number done and the number in all, None where that is unknown. What
+            it raises ends the run.
         providers: ONNX Runtime execution providers, for example ``("CUDAExecutionProvider",)``.
-
-    Returns:
-        A table of version 0; re-head it for a TensorRT that reads tables. Tensors that held NaN or infinity are left
-        out.
 
     Raises:
         ConfigError: Data that does not fit the model, or that changed since `fingerprint`.
@@ -113,11 +141,14 @@ def calibrate(
     fetched = [name for name in tensors if name in outputs]
     make = _statistic_factory(calibration)
     statistics: dict[str, _Statistic] = {name: make() for name in tensors}
+    done = samples = 0
     for done, batch in enumerate(calibration.feed(specs, expected=fingerprint), start=1):
         for name, values in zip(fetched, _run(session, fetched, batch, done), strict=True):
             statistics[name].add(values)
         for name in statistics.keys() & batch.keys() - outputs:
             statistics[name].add(batch[name])
+        shape = next(iter(batch.values())).shape
+        samples += shape[0] if shape else 1
         if progress is not None:
             progress(done, calibration.batches)
     thresholds = {name: statistic.threshold() for name, statistic in statistics.items()}
@@ -126,7 +157,8 @@ def calibrate(
         log.warning(
             "%d of %d tensors held NaN or infinity and have no scale", len(thresholds) - len(kept), len(thresholds)
         )
-    return CalibrationTable(0, CalibrationAlgorithm(calibration.algorithm).header, kept)
+    table = CalibrationTable(0, CalibrationAlgorithm(calibration.algorithm).header, kept)
+    return Measured(table, tensors, done, samples)
 
 
 def insert_qdq(

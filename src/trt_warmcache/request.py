@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from trt_warmcache._fields import printable, strict_fields, unknown_field, user_path
+from trt_warmcache.calibration_data import Calibration
 from trt_warmcache.errors import ConfigError
 from trt_warmcache.options import BuildOptions
 from trt_warmcache.policy import Policy, check_seconds
@@ -27,7 +28,7 @@ class EngineRequest:
         profiles: Optimization profiles: a mapping of input names to ``(min, opt, max)``, a
             :class:`~trt_warmcache.ShapeProfile`, or a list of those. Needed where the model has dynamic inputs.
         options: What the build is told; None for TensorRT's defaults.
-        calibration: INT8 calibration, or None.
+        calibration: INT8 calibration (:class:`~trt_warmcache.Calibration`), or None.
         plugins: Plugin libraries the model needs. Their bytes go into the key.
         recipe: Your own version of anything the library cannot see, such as a graph edit done before export. Part
             of the key.
@@ -44,7 +45,7 @@ class EngineRequest:
     model: Any
     profiles: Any = None
     options: BuildOptions | None = None
-    calibration: Any = None
+    calibration: Calibration | None = None
     plugins: Any = ()
     recipe: str | None = None
     name: str | None = None
@@ -63,7 +64,12 @@ class EngineRequest:
             put(self, "plugins", tuple(user_path(plugin) for plugin in plugins))
         except TypeError:
             raise ConfigError(f"plugins must be paths of libraries, not {self.plugins!r}.") from None
-        for name, kind in (("options", BuildOptions), ("policy", Policy), ("target", Target)):
+        for name, kind in (
+            ("options", BuildOptions),
+            ("calibration", Calibration),
+            ("policy", Policy),
+            ("target", Target),
+        ):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
                 raise ConfigError(f"{name} must be a {kind.__name__}, not {value!r}.")

@@ -172,7 +172,7 @@ class LocalStore(Store):
         try:
             with os.scandir(folder) as scan:
                 found = sorted(scan, key=lambda entry: entry.name)
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return
         except OSError as error:
             raise self._error(error, f"list {name or '/'}") from error
