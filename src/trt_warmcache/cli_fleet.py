@@ -295,7 +295,7 @@ def verify(
         for kind, digest, error in report.bad
     ]
     if as_json:
-        click.echo(json.dumps({"good": report.good, "damaged": bad, "size": report.size}))
+        click.echo(json.dumps({"good": report.good, "damaged": bad}))
     else:
         for row in bad:
             click.echo(f"damaged: {row['kind']}/{row['key'][:12]}: {row['message']}")
