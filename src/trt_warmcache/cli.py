@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import click
 
+from trt_warmcache import cli_fleet
+from trt_warmcache._cli import find_entry, json_option, store_option, store_places
 from trt_warmcache._version import __version__
 from trt_warmcache.engine import Engine
 from trt_warmcache.errors import ConfigError, IntegrityError, MissError, UntrustedError, WarmCacheError
@@ -30,7 +32,7 @@ from trt_warmcache.manifest import Manifest
 from trt_warmcache.options import BuildOptions
 from trt_warmcache.policy import Cover, OnMiss, Policy
 from trt_warmcache.profiles import parse_profile
-from trt_warmcache.settings import DEFAULT_STORE, Settings
+from trt_warmcache.settings import Settings
 from trt_warmcache.stores import Store, open_store
 from trt_warmcache.target import Target
 
@@ -77,23 +79,6 @@ def main() -> None:
 
     Exit codes: 0 done; 1 failed (model, build or store); 2 wrong usage or setting; 3 not stored; 4 damaged.
     """
-
-
-def _store_option(command: _F) -> _F:
-    return click.option(
-        "--store", "stores", multiple=True, metavar="PATH|URL",
-        help=f"Where engines are kept; repeat it for layers, nearest first. [default: $TRT_WARMCACHE_STORE or {DEFAULT_STORE}]",
-    )(command)  # fmt: skip
-
-
-def _json_option(command: _F) -> _F:
-    def remember(ctx: click.Context, _parameter: click.Parameter, value: bool) -> bool:
-        ctx.meta["json"] = value
-        return value
-
-    return click.option(
-        "--json", "as_json", is_flag=True, callback=remember, is_eager=True, help="Print JSON for programs."
-    )(command)
 
 
 def _request_options(command: _F) -> _F:
@@ -166,14 +151,9 @@ def _assignment(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _open(stores: tuple[str, ...]) -> Any:
-    chosen = stores or Settings.from_env(os.environ).stores
-    return chosen[0] if len(chosen) == 1 else list(chosen)
-
-
 def _manager(given: dict[str, Any], **more: Any) -> EngineManager:
     return EngineManager(
-        _open(given["stores"]),
+        store_places(given["stores"]),
         builder=given["builder"] or Settings.from_env(os.environ).builder,
         target=Target(compute_capabilities=given["capabilities"]) if given["capabilities"] else None,
         **more,
@@ -185,8 +165,8 @@ def _manager(given: dict[str, Any], **more: Any) -> EngineManager:
 
 @main.command()
 @_request_options
-@_store_option
-@_json_option
+@store_option
+@json_option
 @click.option("--gen-cache", is_flag=True, help="Also write the .engine, .cache and .calib files under readable names.")
 @click.option(
     "--output",
@@ -244,7 +224,7 @@ def _write_files(store: Store, engine: Engine, folder: Path) -> list[Path]:
 
 @main.command()
 @_request_options
-@_json_option
+@json_option
 def key(*, as_json: bool, **given: Any) -> None:
     """Print the key of MODEL's engine; the store is not touched."""
     with _manager({**given, "stores": ("memory://",)}) as manager:
@@ -259,8 +239,8 @@ def key(*, as_json: bool, **given: Any) -> None:
 
 @main.command()
 @_request_options
-@_store_option
-@_json_option
+@store_option
+@json_option
 @click.option("--nearest", type=int, default=3, show_default=True, help="How many stored entries to compare with.")
 def explain(*, as_json: bool, nearest: int, **given: Any) -> None:
     """Say whether MODEL's engine is stored, and if not, which entry comes nearest and why it does not fit."""
@@ -272,13 +252,13 @@ def explain(*, as_json: bool, nearest: int, **given: Any) -> None:
 
 
 @main.command("ls")
-@_store_option
-@_json_option
+@store_option
+@json_option
 @click.option("--kind", type=click.Choice([kind.value for kind in Kind]), default=None, help="Only this kind of entry.")
 def list_entries(*, stores: tuple[str, ...], as_json: bool, kind: str | None) -> None:
     """List what is stored."""
     kinds = [Kind(kind)] if kind else list(Kind)
-    with open_store(_open(stores)) as store:
+    with open_store(store_places(stores)) as store:
         found = [manifest for one in kinds for manifest in stored_manifests(store, one)]
     if as_json:
         click.echo(json.dumps([_summary(manifest) for manifest in found]))
@@ -294,12 +274,12 @@ def list_entries(*, stores: tuple[str, ...], as_json: bool, kind: str | None) ->
 
 @main.command()
 @click.argument("key_or_name")
-@_store_option
-@_json_option
+@store_option
+@json_option
 def show(*, key_or_name: str, stores: tuple[str, ...], as_json: bool) -> None:
     """Show one entry: its KEY (or the beginning of it) or its name."""
-    with open_store(_open(stores)) as store:
-        manifest = _find(store, key_or_name)
+    with open_store(store_places(stores)) as store:
+        manifest = find_entry(store, key_or_name)
     if as_json:
         click.echo(json.dumps(manifest.to_json()))
         return
@@ -328,41 +308,9 @@ def show(*, key_or_name: str, stores: tuple[str, ...], as_json: bool) -> None:
 
 
 @main.command()
-@_store_option
-@_json_option
-@click.option("--quarantine", is_flag=True, help="Set damaged entries aside.")
-def verify(*, stores: tuple[str, ...], as_json: bool, quarantine: bool) -> None:
-    """Read every entry and check its bytes; exit with code 4 if any is damaged."""
-    good, bad = 0, []
-    with open_store(_open(stores)) as store:
-        for kind in Kind:
-            for entry in store.entries(kind):
-                try:
-                    manifest = store.manifest(kind, entry.digest)
-                    for blob in manifest.blobs if manifest else ():
-                        store.fetch(blob, rehash=True).close()
-                except IntegrityError as error:
-                    bad.append(
-                        {"kind": kind.value, "key": entry.digest, "reason": error.reason, "message": error.message}
-                    )
-                    if quarantine:
-                        store.quarantine(kind, entry.digest, error)
-                else:
-                    good += 1
-    if as_json:
-        click.echo(json.dumps({"good": good, "damaged": bad}))
-    else:
-        for row in bad:
-            click.echo(f"damaged: {row['kind']}/{row['key'][:12]}: {row['message']}")
-        click.echo(f"{good} good, {len(bad)} damaged")
-    if bad:
-        raise SystemExit(EXIT_DAMAGED)
-
-
-@main.command()
 @_request_options
-@_store_option
-@_json_option
+@store_option
+@json_option
 def check(*, as_json: bool, **given: Any) -> None:
     """Say whether stored engines of MODEL cover every profile given; exit with code 3 naming what is not covered.
 
@@ -398,8 +346,8 @@ def check(*, as_json: bool, **given: Any) -> None:
 
 
 @main.command()
-@_store_option
-@_json_option
+@store_option
+@json_option
 def doctor(*, stores: tuple[str, ...], as_json: bool) -> None:
     """Show what is installed and loaded and which settings are in force; exit with code 1 if something looks wrong."""
     from trt_warmcache.doctor import diagnose
@@ -411,24 +359,6 @@ def doctor(*, stores: tuple[str, ...], as_json: bool) -> None:
 
 
 # ---- showing ----------------------------------------------------------------------------------------------------
-
-
-def _find(store: Store, key_or_name: str) -> Manifest:
-    matches = [
-        manifest
-        for kind in Kind
-        for manifest in stored_manifests(store, kind)
-        if manifest.key.startswith(key_or_name.lower()) or key_or_name in {manifest.labels.entry, manifest.labels.name}
-    ]
-    if len(matches) == 1:
-        return matches[0]
-    if not matches:
-        raise MissError(
-            f"Nothing stored in {store.url} is called {key_or_name!r} or has a key that begins so; see trt-warmcache ls."
-        )
-    raise ConfigError(
-        f"{key_or_name!r} means several entries: {', '.join(manifest.key[:12] for manifest in matches[:5])}; give more of the key."
-    )
 
 
 def _summary(manifest: Manifest) -> dict[str, Any]:
@@ -521,3 +451,7 @@ def _plain_progress(event: Event) -> None:
         click.echo(
             f"{event.kind.value.replace('_', ' ')}: {event.detail.get('text') or event.label}{seconds}", err=True
         )
+
+
+for _command in cli_fleet.COMMANDS:
+    main.add_command(_command)

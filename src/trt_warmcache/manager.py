@@ -446,6 +446,8 @@ class EngineManager:
         started = time.perf_counter()
         deadline = None if request.timeout is None else time.monotonic() + request.timeout
         policy = request.policy or self.policy
+        if policy.trust is not self.policy.trust and request.calibration is not None:
+            raise ConfigError("With a calibration, set trust on the manager's own policy: tables come from its store.")
         options = request.options or _DEFAULT_OPTIONS
         builder = self.builder
         source = ModelSource.open(request.model, memo=self._memo)
@@ -959,7 +961,7 @@ class EngineManager:
         if not call.policy.refresh:
             return None
         try:
-            return self.store.manifest(call.key.kind, call.key.digest)
+            return self._store_for(call).manifest(call.key.kind, call.key.digest)
         except IntegrityError as error:
             self._quarantine(call, call.key.kind, call.key.digest, error)
             return None

@@ -286,7 +286,7 @@ class Store(ABC):
 
         Args:
             manifest: Sealed manifest.
-            payloads: Bytes per role.
+            payloads: Bytes per role; those of a blob that lies in the store already may be left out.
             replacing: The manifest that this one supersedes; for kinds of entries that grow.
 
         Returns:
@@ -298,9 +298,10 @@ class Store(ABC):
         kind = Kind(manifest.kind)
         name = manifest_name(kind, manifest.key)
         blobs = []
-        for plain in manifest.blobs:
-            ref, stored = self.pack(plain, payloads[plain.role])
-            self.put_blob(ref, stored)
+        for ref in manifest.blobs:
+            if ref.role in payloads:
+                ref, stored = self.pack(ref, payloads[ref.role])
+                self.put_blob(ref, stored)
             blobs.append(ref)
         data = manifests.encode(msgspec.structs.replace(manifest, blobs=tuple(blobs)))
         published = self.create(name, data) if replacing is None else self._supersede(name, data, replacing)
