@@ -155,6 +155,12 @@ class NvInferBuilder:
             return module
         return self._module
 
+    def spawn_spec(self) -> Mapping[str, Any] | None:
+        """How a fresh process makes this builder; None where it was given bindings of its own."""
+        if self._module is not None:
+            return None
+        return {"factory": f"{type(self).__module__}:{type(self).__qualname__}", "arguments": {}}
+
     # ---- checks -----------------------------------------------------------------------------------------------
 
     def check(self, options: BuildOptions, target: Target) -> None:

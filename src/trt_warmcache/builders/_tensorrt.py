@@ -50,7 +50,7 @@ class TensorRTBuilder(NvInferBuilder):
 
     def __init__(self, module: Any = None, *, memo: DigestMemo | None = None, lock_folder: Path | None = None) -> None:
         super().__init__(module, memo=memo)
-        self._lock_folder = lock_folder
+        self._lock_folder = None if lock_folder is None else Path(lock_folder)
 
     @property
     def capabilities(self) -> BuilderCapabilities:  # type: ignore[override]
@@ -59,6 +59,12 @@ class TensorRTBuilder(NvInferBuilder):
         return BuilderCapabilities(
             timing_cache=True, calibration_table=major < 11, progress=major >= 10, needs_gpu=True, plugins=True
         )
+
+    def spawn_spec(self) -> Mapping[str, Any] | None:
+        spec = super().spawn_spec()
+        if spec is None or self._lock_folder is None:
+            return spec
+        return {**spec, "arguments": {"lock_folder": str(self._lock_folder)}}
 
     def check(self, options: BuildOptions, target: Target) -> None:
         super().check(options, target)

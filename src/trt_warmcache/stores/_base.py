@@ -298,10 +298,12 @@ class Store(ABC):
         kind = Kind(manifest.kind)
         name = manifest_name(kind, manifest.key)
         blobs = []
-        for ref in manifest.blobs:
-            if ref.role in payloads:
-                ref, stored = self.pack(ref, payloads[ref.role])
-                self.put_blob(ref, stored)
+        for plain in manifest.blobs:
+            if plain.role not in payloads:  # it lies there already
+                blobs.append(plain)
+                continue
+            ref, stored = self.pack(plain, payloads[plain.role])
+            self.put_blob(ref, stored)
             blobs.append(ref)
         data = manifests.encode(msgspec.structs.replace(manifest, blobs=tuple(blobs)))
         published = self.create(name, data) if replacing is None else self._supersede(name, data, replacing)
