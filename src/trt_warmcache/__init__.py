@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from trt_warmcache.profiles import ShapeProfile
     from trt_warmcache.request import EngineRequest
     from trt_warmcache.stores import LocalStore, MemoryStore, Store, StoreCapabilities, open_store
+    from trt_warmcache.tactics import TacticReplay
     from trt_warmcache.target import Target
     from trt_warmcache.warm import WarmReport, WarmRow
 
@@ -90,6 +91,7 @@ __all__ = [
     "StoreError",
     "StoreReason",
     "StoredTable",
+    "TacticReplay",
     "Target",
     "TimingKey",
     "UnknownFieldError",
@@ -152,6 +154,7 @@ _HOME = {
     "Store": "trt_warmcache.stores",
     "StoreCapabilities": "trt_warmcache.stores",
     "open_store": "trt_warmcache.stores",
+    "TacticReplay": "trt_warmcache.tactics",
     "Target": "trt_warmcache.target",
     "WarmReport": "trt_warmcache.warm",
     "WarmRow": "trt_warmcache.warm",

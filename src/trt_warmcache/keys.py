@@ -169,7 +169,7 @@ def engine_key(
     }
     for option, value in options.to_json(plan_only=True).items():
         parts[f"options.{option}"] = value
-    parts.update(_target_parts(flavour, target, options.hardware_compatibility))
+    parts.update(_target_parts(flavour, target, options.hardware_level))
     if driver_in_key:
         parts["target.driver"] = target.driver
     # Absent parts stay absent, so that a part added later leaves the keys of requests without it unchanged.

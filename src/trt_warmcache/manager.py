@@ -515,12 +515,11 @@ class EngineManager:
             else:
                 target = _PORTABLE
         if self.builder.capabilities.needs_gpu:
-            level = options.hardware_compatibility or HardwareCompatibility.NONE
             needed = {
                 HardwareCompatibility.NONE: ("gpu", "compute_capability"),
                 HardwareCompatibility.SAME_COMPUTE_CAPABILITY: ("compute_capability",),
                 HardwareCompatibility.AMPERE_PLUS: (),
-            }[level]
+            }[options.hardware_level]
             missing = [name for name in needed if getattr(target, name) is None]
             if missing:
                 raise ConfigError(

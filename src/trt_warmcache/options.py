@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
-from trt_warmcache._fields import LARGEST_INT, printable, strict_fields, to_enum
+from trt_warmcache import _checks as checks
+from trt_warmcache._fields import strict_fields, to_enum
 from trt_warmcache.errors import ConfigError
+from trt_warmcache.tactics import TacticReplay
 
 __all__ = [
     "BuildOptions",
+    "EngineCapability",
     "HardwareCompatibility",
     "MemoryPool",
     "OptionSpec",
@@ -29,6 +31,7 @@ __all__ = [
     "RefitMode",
     "TilingLevel",
     "TimingMode",
+    "TimingScope",
     "option_specs",
 ]
 
@@ -86,6 +89,23 @@ class TimingMode(str, Enum):
     """Fail on a timing-cache miss instead of measuring."""
     EDITABLE = "editable"
     """Use it and make tactics listable and pinnable."""
+
+
+class TimingScope(str, Enum):
+    """Who shares a timing cache."""
+
+    DEVICE = "device"
+    """All models built on one device with one TensorRT, CUDA and driver: layers of one model help the next."""
+    MODEL = "model"
+    """Only builds of the same model name; for caches that travel with a model."""
+
+
+class EngineCapability(str, Enum):
+    """Which runtime the plan is restricted to."""
+
+    STANDARD = "standard"
+    SAFETY = "safety"
+    DLA_STANDALONE = "dla_standalone"
 
 
 class MemoryPool(str, Enum):
@@ -193,7 +213,7 @@ class BuildOptions:
         rtx=False,
         instead="Networks are always strongly typed there; leave the option out.",
     )
-    precision_constraints: PrecisionConstraints | None = _option(
+    precision_constraints: PrecisionConstraints | Literal["obey", "prefer"] | None = _option(
         "How strictly `layer_precisions` bind.", until=(10, 16), rtx=False, instead=_FROM_MODEL
     )
     layer_precisions: Any = _option(
@@ -213,6 +233,10 @@ class BuildOptions:
     sparse_weights: bool | None = _option("Look for 2:4 structured sparsity in the weights.")
     strict_nans: bool | None = _option("Keep NaN semantics exact.", since=(10, 6))
     distributive_independence: bool | None = _option("Compute distributive axes independently.", since=(10, 12))
+    debug: bool | None = _option("Synchronize after every layer, for debugging.")
+    engine_capability: EngineCapability | Literal["standard", "safety", "dla_standalone"] | None = _option(
+        "The runtime that the plan is restricted to.", rtx=False, instead="TensorRT-RTX has one runtime."
+    )
     optimization_level: int | None = _option(
         "How hard TensorRT optimizes, 0 (first tactic found) to 5; its default is 3."
     )
@@ -227,12 +251,30 @@ class BuildOptions:
         rtx=False,
         instead="TensorRT-RTX has the setting and ignores it.",
     )
-    tactic_sources: tuple[str, ...] | None = _option(
+    tactic_sources: Sequence[str] | None = _option(
         "Names of the kernel libraries to choose from, for example EDGE_MASK_CONVOLUTIONS; an empty tuple turns all off.",
         rtx=False,
         instead="TensorRT-RTX chooses kernels on the user's machine.",
     )
-    tiling: TilingLevel | None = _option(
+    tactic_heuristic: bool | None = _option(
+        "Choose tactics by a heuristic before timing them.",
+        until=(8, 6),
+        rtx=False,
+        instead="From 10.0 the optimization level decides that.",
+    )
+    tactics: TacticReplay | Mapping[str, Any] | None = _option(
+        "Build with these tactics: layers pin through an algorithm selector (8.6 to 10.16), timing-cache entries "
+        "through an editable timing cache (10.8 and later).",
+        rtx=False,
+        instead="TensorRT-RTX chooses kernels on the user's machine.",
+    )
+    record_tactics: bool | None = _option(
+        "Record the tactics of this build in its entry, for `tactics` of other builds.",
+        rtx=False,
+        affects_plan=False,
+        instead="TensorRT-RTX chooses kernels on the user's machine.",
+    )
+    tiling: TilingLevel | Literal["none", "fast", "moderate", "full"] | None = _option(
         "Effort spent on on-chip tiling.",
         since=(10, 8),
         rtx=False,
@@ -246,12 +288,18 @@ class BuildOptions:
     )
     max_aux_streams: int | None = _option("At most this many auxiliary CUDA streams.")
     workspace: int | None = _option("Scratch memory for layers, in bytes; short for memory_pools={'workspace': ...}.")
-    memory_pools: Mapping[MemoryPool, int] | None = _option("Limits of further memory pools, in bytes.")
-    profiling_verbosity: ProfilingVerbosity | None = _option("What the plan remembers of the network for profilers.")
-    hardware_compatibility: HardwareCompatibility | None = _option(
-        "Which other GPUs may run the plan (same_compute_capability from 10.9).",
-        rtx=False,
-        instead="TensorRT-RTX plans name compute capabilities: Target(compute_capabilities=...).",
+    memory_pools: Mapping[MemoryPool, int] | Mapping[str, int] | None = _option(
+        "Limits of further memory pools, in bytes."
+    )
+    profiling_verbosity: ProfilingVerbosity | Literal["none", "layer_names_only", "detailed"] | None = _option(
+        "What the plan remembers of the network for profilers."
+    )
+    hardware_compatibility: HardwareCompatibility | Literal["none", "same_compute_capability", "ampere_plus"] | None = (
+        _option(
+            "Which other GPUs may run the plan (same_compute_capability from 10.9).",
+            rtx=False,
+            instead="TensorRT-RTX plans name compute capabilities: Target(compute_capabilities=...).",
+        )
     )
     version_compatible: bool | None = _option(
         "Make a plan that later TensorRT versions load. It then carries host code: load it from trusted stores only.",
@@ -263,10 +311,10 @@ class BuildOptions:
         rtx=False,
         instead="TensorRT-RTX plans are tied to their release.",
     )
-    refit: RefitMode | None = _option(
+    refit: RefitMode | Literal["all", "identical", "individual"] | None = _option(
         "Which weights may be exchanged later (identical from 10.0, individual from 10.2)."
     )
-    refittable_weights: tuple[str, ...] | None = _option(
+    refittable_weights: Sequence[str] | None = _option(
         "Names of the weights that refit='individual' marks.", since=(10, 2)
     )
     strip_plan: bool | None = _option("Leave refittable weights out of the plan.", since=(10, 0))
@@ -294,11 +342,30 @@ class BuildOptions:
         "Compiler knobs as one string.", since=(11, 1), rtx=False, instead="There is nothing to route there."
     )
     native_instancenorm: bool | None = _option("Parse InstanceNormalization with TensorRT's own layer.")
-    timing: TimingMode | None = _option(
+    plugin_override: bool | None = _option(
+        "Let plugins take the place of operators that TensorRT has itself.",
+        since=(10, 15),
+        rtx=False,
+        instead="Rename the plugin's operator in the model.",
+    )
+    timing: TimingMode | Literal["use", "off", "require", "editable"] | None = _option(
         "What to do with the timing cache (require from 10.0, editable from 10.8).",
         rtx=False,
         affects_plan=False,
         instead="TensorRT-RTX has no timing cache; its calls do nothing.",
+    )
+    timing_scope: TimingScope | Literal["device", "model"] | None = _option(
+        "Who shares the timing cache: all models of the device, which is the default, or one model.",
+        rtx=False,
+        affects_plan=False,
+        instead="TensorRT-RTX has no timing cache.",
+    )
+    compilation_cache: bool | None = _option(
+        "Keep compiled kernels inside the timing cache; on by default.",
+        since=(10, 0),
+        rtx=False,
+        affects_plan=False,
+        instead="TensorRT-RTX has no timing cache.",
     )
     builder_threads: int | None = _option("Threads that the builder may use.", affects_plan=False)
 
@@ -306,7 +373,7 @@ class BuildOptions:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not None:
-                check = _CHECKS.get(field.name) or _check_flag
+                check: checks.Check = _CHECKS.get(field.name, checks.flag)
                 object.__setattr__(self, field.name, check(f"BuildOptions.{field.name}", value))
         pools = dict(self.memory_pools or {})
         if MemoryPool.WORKSPACE in pools:
@@ -320,6 +387,9 @@ class BuildOptions:
             raise ConfigError("refittable_weights only means something with refit='individual'.")
         if self.exclude_lean_runtime and not self.version_compatible:
             raise ConfigError("exclude_lean_runtime only means something with version_compatible=True.")
+        off = self.timing is TimingMode.OFF
+        if off and isinstance(self.tactics, TacticReplay) and self.tactics.entries:
+            raise ConfigError("tactics of a timing cache cannot be pinned with timing='off'.")
 
     def __hash__(self) -> int:
         return hash(tuple(sorted((name, _frozen(value)) for name, value in self.to_json().items())))
@@ -354,6 +424,11 @@ class BuildOptions:
         }
         return cls(**{**chosen, **overrides})
 
+    @property
+    def hardware_level(self) -> HardwareCompatibility:
+        """`hardware_compatibility`, with the default spelled out."""
+        return HardwareCompatibility(self.hardware_compatibility or HardwareCompatibility.NONE)
+
     def chosen(self) -> Iterator[tuple[OptionSpec, Any]]:
         """The options that were set, with what is known about them."""
         for name, spec in option_specs().items():
@@ -371,32 +446,62 @@ class BuildOptions:
         return cls(**data)
 
     def require_available(self, flavour: str, version: tuple[int, ...]) -> None:
-        """Refuse options that a flavour and version lack.
+        """Refuse options, and values of options, that a flavour and version lack.
 
         Raises:
             ConfigError: Naming the option, the versions that have it, and what to do instead.
         """
+        here = f"{'TensorRT-RTX' if flavour == 'tensorrt_rtx' else 'TensorRT'} {'.'.join(map(str, version[:3]))}"
         for spec, value in self.chosen():
-            here = f"{'TensorRT-RTX' if flavour == 'tensorrt_rtx' else 'TensorRT'} {'.'.join(map(str, version[:3]))}"
             if not spec.available(flavour, version):
                 raise ConfigError(
                     f"Option {spec.name!r} does not exist in {here}; it needs {spec.where()}. {spec.instead}".rstrip()
                 )
-            needed = _VALUE_SINCE.get((spec.name, value) if isinstance(value, Enum) else (spec.name, None))
-            if needed and flavour == "tensorrt" and tuple(version[:2]) < needed:
-                raise ConfigError(
-                    f"{spec.name}={value.value!r} needs TensorRT {'.'.join(map(str, needed))} or later; this is {here}."
-                )
+            if flavour != "tensorrt":
+                continue
+            for part in _parts(value):
+                first, last = VALUE_RANGES.get((spec.name, part), (None, None))
+                line = tuple(version[:2])
+                if (first and line < first) or (last and line > last):
+                    versions = OptionSpec(spec.name, "", first or (8, 6), last, rtx=False).where()
+                    raise ConfigError(f"{spec.name}={part!r} does not exist in {here}; it needs {versions}.")
 
 
-#: Values that came later than their option.
-_VALUE_SINCE: dict[tuple[str, Any], tuple[int, int]] = {
-    ("hardware_compatibility", HardwareCompatibility.SAME_COMPUTE_CAPABILITY): (10, 9),
-    ("refit", RefitMode.IDENTICAL): (10, 0),
-    ("refit", RefitMode.INDIVIDUAL): (10, 2),
-    ("timing", TimingMode.REQUIRE): (10, 0),
-    ("timing", TimingMode.EDITABLE): (10, 8),
+_Line = tuple[int, int]
+
+#: Values that not every version with their option has: first and last release line.
+VALUE_RANGES: Mapping[tuple[str, str], tuple[_Line | None, _Line | None]] = {
+    ("hardware_compatibility", "same_compute_capability"): ((10, 9), None),
+    ("refit", "identical"): ((10, 0), None),
+    ("refit", "individual"): ((10, 2), None),
+    ("timing", "require"): ((10, 0), None),
+    ("timing", "editable"): ((10, 8), None),
+    ("tactics", "layers"): (None, (10, 16)),
+    ("tactics", "entries"): ((10, 8), None),
+    ("memory_pools", "tactic_shared_memory"): ((10, 0), None),
+    ("layer_precisions", "bfloat16"): ((10, 0), None),
+    ("tactic_sources", "CUBLAS"): (None, (10, 16)),
+    ("tactic_sources", "CUBLAS_LT"): (None, (10, 16)),
+    ("tactic_sources", "CUDNN"): (None, (10, 16)),
+    ("preview_features", "aliased_plugin_io"): ((10, 3), None),
+    ("preview_features", "disable_external_tactic_sources_for_core"): (None, (8, 6)),
+    ("preview_features", "faster_dynamic_shapes"): (None, (8, 6)),
+    ("preview_features", "multidevice_runtime"): ((10, 16), (10, 16)),
+    ("preview_features", "profile_sharing"): (None, (10, 16)),
+    ("preview_features", "runtime_activation_resize"): ((10, 10), None),
 }
+
+
+def _parts(value: Any) -> Iterator[str]:
+    """The names inside a value that may exist in some versions only."""
+    plain = _plain(value)
+    if isinstance(plain, str):
+        yield plain
+    elif isinstance(plain, Mapping):
+        yield from plain
+    elif isinstance(plain, list):
+        for item in plain:
+            yield item[1] if isinstance(item, list) else item
 
 
 @functools.cache
@@ -411,6 +516,8 @@ def option_specs() -> Mapping[str, OptionSpec]:
 def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, TacticReplay):
+        return value.to_json()
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, tuple):
@@ -420,100 +527,33 @@ def _plain(value: Any) -> Any:
 
 def _frozen(value: Any) -> Any:
     if isinstance(value, dict):
-        return tuple(value.items())
+        return tuple((name, _frozen(item)) for name, item in value.items())
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-def _check_flag(field: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{field} must be True or False, not {value!r}.")
-    return value
-
-
-def _whole(low: int, high: int = LARGEST_INT) -> Any:
-    def check(field: str, value: Any) -> int:
-        try:
-            number = operator.index(value)
-        except TypeError:
-            raise ConfigError(f"{field} must be a whole number, not {value!r}.") from None
-        if isinstance(value, bool) or not low <= number <= high:
-            limits = f"from {low} to {high}" if high < LARGEST_INT else f"{low} or more, within 64 bits"
-            raise ConfigError(f"{field} must be {limits}, not {value!r}.")
-        return number
-
-    return check
-
-
-def _choice(kind: type[Enum]) -> Any:
-    return lambda field, value: to_enum(kind, value, field)
-
-
-def _text(field: str, value: Any) -> str:
-    if not isinstance(value, str) or not value or printable(value) != value:
-        raise ConfigError(f"{field} must be non-empty text, not {value!r}.")
-    return value
-
-
-def _names(field: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ConfigError(f"{field} must be a list of names, not {value!r}.")
-    return tuple(sorted({_text(field, name) for name in value}))
-
-
-def _upper_names(field: str, value: Any) -> tuple[str, ...]:
-    return tuple(sorted({name.upper() for name in _names(field, value)}))
-
-
-def _mapping(key: Any, item: Any) -> Any:
-    def check(field: str, value: Any) -> Mapping[Any, Any] | None:
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{field} must be a mapping, not {value!r}.")
-        # Empty says as little as None, and must not give another key.
-        return (
-            None
-            if not value
-            else dict(sorted((key(field, name), item(f"{field}[{name!r}]", amount)) for name, amount in value.items()))
-        )
-
-    return check
-
-
-_LAYER_TYPES = frozenset({"float32", "float16", "bfloat16", "int8"})
-
-
-def _layer_rules(field: str, value: Any) -> tuple[tuple[str, str], ...] | None:
-    rules = list(value.items()) if isinstance(value, Mapping) else value
-    if not isinstance(rules, (list, tuple)) or not all(
-        isinstance(rule, (list, tuple)) and len(rule) == 2 for rule in rules
-    ):
-        raise ConfigError(f"{field} must map layer-name patterns to precisions, not {value!r}.")
-    for pattern, kind in rules:
-        _text(field, pattern)
-        if kind not in _LAYER_TYPES:
-            raise ConfigError(f"{field}[{pattern!r}] must be one of {', '.join(sorted(_LAYER_TYPES))}, not {kind!r}.")
-    return tuple((pattern, kind) for pattern, kind in rules) or None
-
-
-_CHECKS: dict[str, Any] = {
-    "precision_constraints": _choice(PrecisionConstraints),
-    "layer_precisions": _layer_rules,
-    "optimization_level": _whole(0, 5),
-    "avg_timing_iterations": _whole(1),
-    "max_tactics": _whole(1),
-    "tactic_sources": _upper_names,
-    "tiling": _choice(TilingLevel),
-    "l2_limit_for_tiling": _whole(0),
-    "max_aux_streams": _whole(0),
-    "workspace": _whole(1),
-    "memory_pools": _mapping(_choice(MemoryPool), _whole(0)),
-    "profiling_verbosity": _choice(ProfilingVerbosity),
-    "hardware_compatibility": _choice(HardwareCompatibility),
-    "refit": _choice(RefitMode),
-    "refittable_weights": _names,
-    "preview_features": _mapping(_text, _check_flag),
-    "dla_core": _whole(0),
-    "runtime_platform": _text,
-    "build_route": _text,
-    "timing": _choice(TimingMode),
-    "builder_threads": _whole(1),
+_CHECKS: dict[str, checks.Check] = {
+    "precision_constraints": checks.choice(PrecisionConstraints),
+    "layer_precisions": checks.layer_rules,
+    "engine_capability": checks.choice(EngineCapability),
+    "optimization_level": checks.whole(0, 5),
+    "avg_timing_iterations": checks.whole(1),
+    "max_tactics": checks.whole(1),
+    "tactic_sources": checks.upper_names,
+    "tactics": lambda _field, value: TacticReplay.from_json(value),
+    "tiling": checks.choice(TilingLevel),
+    "l2_limit_for_tiling": checks.whole(0),
+    "max_aux_streams": checks.whole(0),
+    "workspace": checks.whole(1),
+    "memory_pools": checks.mapping(checks.choice(MemoryPool), checks.whole(0)),
+    "profiling_verbosity": checks.choice(ProfilingVerbosity),
+    "hardware_compatibility": checks.choice(HardwareCompatibility),
+    "refit": checks.choice(RefitMode),
+    "refittable_weights": checks.names,
+    "preview_features": checks.mapping(checks.stable_name, checks.flag),
+    "dla_core": checks.whole(0),
+    "runtime_platform": checks.text,
+    "build_route": checks.text,
+    "timing": checks.choice(TimingMode),
+    "timing_scope": checks.choice(TimingScope),
+    "builder_threads": checks.whole(1),
 }

@@ -119,6 +119,9 @@ class Builder(PybindObject):
     def platform_has_tf32(self) -> bool:
         return self._world.gpu is not None and self._world.gpu.compute_capability >= (8, 0)
 
+    def get_plugin_registry(self) -> Any:
+        return self._world.registry
+
     @property
     def num_DLA_cores(self) -> int:
         return 0
@@ -405,6 +408,7 @@ def _describe(
         "calibration": calibration,
         "max_threads": builder.max_threads,
         "tactics": tactics,
+        "precisions": {layer.name: layer._precision.name for layer in network._layers if layer._precision is not None},
     }
     if at_least(world.line, "10.0"):
         content["refittable_weights"] = sorted(network._refittable)

@@ -73,6 +73,7 @@ class ILayer(PybindObject):
     _signature: str
     _inputs: int
     _outputs: int
+    _precision: PybindEnum | None = None
 
     @property
     def name(self) -> str:
@@ -81,6 +82,20 @@ class ILayer(PybindObject):
     @name.setter
     def name(self, value: str) -> None:
         self._name = value
+
+    @property
+    @only(last="10.16")
+    def precision(self) -> PybindEnum:
+        return self._precision or self._world.member("DataType", "FLOAT")
+
+    @precision.setter
+    def precision(self, value: PybindEnum) -> None:
+        self._precision = self._world.need_enum(value, "DataType", "precision")
+
+    @property
+    @only(last="10.16")
+    def precision_is_set(self) -> bool:
+        return self._precision is not None
 
     @property
     def num_inputs(self) -> int:

@@ -149,6 +149,9 @@ class Runtime(PybindObject):
     def engine_host_code_allowed(self, value: bool) -> None:
         self._host_code = bool(value)
 
+    def get_plugin_registry(self) -> Any:
+        return self._world.registry
+
     @property
     def max_threads(self) -> int:
         return self._max_threads

@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
@@ -59,6 +60,37 @@ class Record:
     """Severity name and text of every message logged, also those that a logger filtered out."""
 
 
+@dataclass(frozen=True)
+class Creator:
+    """A registered plugin."""
+
+    plugin_namespace: str
+    name: str
+    plugin_version: str
+
+
+class PluginRegistry:
+    """One per process, as in the real library. A fake library is a text file of ``namespace name version`` lines."""
+
+    def __init__(self) -> None:
+        self.plugin_creator_list: list[Creator] = []
+        self.loads = 0
+
+    def load_library(self, plugin_path: str) -> object | None:
+        """A handle, or None for what is no library; the reason is in the log only."""
+        if not isinstance(plugin_path, str):
+            raise TypeError(f"load_library(): incompatible function arguments. Invoked with: {plugin_path!r}")
+        try:
+            lines = Path(plugin_path).read_text().splitlines()
+        except OSError:
+            return None
+        if any(len(line.split()) != 3 for line in lines):
+            return None
+        self.loads += 1
+        self.plugin_creator_list += [Creator(*line.split()) for line in lines]
+        return object()
+
+
 class World:
     """State shared by all classes of one fake module.
 
@@ -80,6 +112,7 @@ class World:
         self.nondeterministic = nondeterministic
         self.fail_build = fail_build
         self.record = Record()
+        self.registry = PluginRegistry()
         self.classes: dict[str, type] = {}
         self.enums: dict[str, type[PybindEnum]] = {}
         self._lock = threading.Lock()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from trt_warmcache.options import BuildOptions
 from trt_warmcache.profiles import ShapeProfile
+from trt_warmcache.tactics import TacticReplay
 from trt_warmcache.target import Target
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class BuildInputs:
         timing: Timing cache to start from; None for an empty one.
         calibration: INT8 calibration table in TensorRT's text format, or None.
         plugins: Plugin libraries to load first.
+        configure: Called with network and builder configuration after everything else was set.
         on_progress: Called on the building thread at each step.
         checkpoint: Called at each step; an exception raised by it cancels the build and is raised by it.
     """
@@ -99,6 +101,7 @@ class BuildInputs:
     timing: bytes | None = None
     calibration: bytes | None = None
     plugins: tuple[Path, ...] = ()
+    configure: Callable[[Any, Any], None] | None = None
     on_progress: Callable[[Progress], None] = _ignore
     checkpoint: Callable[[], None] = _go_on
 
@@ -114,6 +117,10 @@ class BuildOutput:
         warnings: What TensorRT warned about.
         timing: The timing cache afterwards, or None.
         target: Facts about the device that really built it; empty where no device took part.
+        timing_entries: How many entries `timing` has, where the release can tell.
+        timing_rejected: Why the timing cache that was given served for nothing, or "".
+        tactics: Recorded tactics, where the options ask for them.
+        plugins: Plugins that the libraries registered, as ``namespace::name:version``.
     """
 
     plan: Any
@@ -122,6 +129,10 @@ class BuildOutput:
     warnings: tuple[str, ...] = ()
     timing: bytes | None = None
     target: Mapping[str, Any] = field(default_factory=dict)
+    timing_entries: int | None = None
+    timing_rejected: str = ""
+    tactics: TacticReplay | None = None
+    plugins: tuple[str, ...] = ()
 
 
 @runtime_checkable

@@ -7,14 +7,56 @@ move between releases and are never used.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from trt_warmcache._checks import stable_name
 from trt_warmcache.errors import ConfigError
-from trt_warmcache.options import BuildOptions, HardwareCompatibility, PrecisionConstraints, RefitMode, TimingMode
+from trt_warmcache.options import (
+    BuildOptions,
+    HardwareCompatibility,
+    MemoryPool,
+    PrecisionConstraints,
+    RefitMode,
+    TimingMode,
+)
 
-__all__ = ["APPLY", "Setup", "apply_options", "effective_config", "network_flags"]
+__all__ = [
+    "APPLY",
+    "Setup",
+    "apply_options",
+    "canonical_name",
+    "effective_config",
+    "expected_config",
+    "network_flags",
+    "without_deprecation",
+]
+
+#: Second names of one number. Which of the two ``.name`` answers depends on the release, so records use one of them.
+_ALIASES = {
+    "BuilderFlag": {"WEIGHTLESS": "STRIP_PLAN"},
+    "EngineCapability": {"DEFAULT": "STANDARD", "SAFE_GPU": "SAFETY", "SAFE_DLA": "DLA_STANDALONE"},
+}
+
+_FILTERS = threading.Lock()
+
+
+@contextmanager
+def without_deprecation() -> Iterator[None]:
+    """Let a deprecated but needed call of the bindings pass; with warnings as errors they raise SystemError."""
+    # Python keeps warning filters per process, so the change is kept short and to one thread at a time.
+    with _FILTERS, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def canonical_name(enum: str, name: str) -> str:
+    """One name for an enum member that has two."""
+    return _ALIASES.get(enum, {}).get(name, name)
 
 
 @dataclass(frozen=True)
@@ -88,10 +130,15 @@ def _memory_pools(setup: Setup, pools: Mapping[Any, int]) -> None:
         setup.config.set_memory_pool_limit(setup.member("MemoryPoolType", pool.value.upper()), size)
 
 
+_REFIT_FLAGS = {
+    RefitMode.ALL: "REFIT",
+    RefitMode.IDENTICAL: "REFIT_IDENTICAL",
+    RefitMode.INDIVIDUAL: "REFIT_INDIVIDUAL",
+}
+
+
 def _refit(setup: Setup, mode: RefitMode) -> None:
-    setup.flag(
-        {RefitMode.ALL: "REFIT", RefitMode.IDENTICAL: "REFIT_IDENTICAL", RefitMode.INDIVIDUAL: "REFIT_INDIVIDUAL"}[mode]
-    )
+    setup.flag(_REFIT_FLAGS[mode])
 
 
 def _refittable(setup: Setup, names: tuple[str, ...]) -> None:
@@ -102,22 +149,14 @@ def _refittable(setup: Setup, names: tuple[str, ...]) -> None:
 
 def _preview(setup: Setup, features: Mapping[str, bool]) -> None:
     members = dict(getattr(setup.trt.PreviewFeature, "__members__", {}))
-    # Names end in the version that introduced them (RUNTIME_ACTIVATION_RESIZE_10_10); the stable part is before it.
-    stable = {_without_version(name): member for name, member in members.items()}
+    stable = {stable_name("PreviewFeature", name): member for name, member in members.items()}
     for name, on in features.items():
-        member = stable.get(_without_version(name.upper()))
+        member = stable.get(name)
         if member is None:
             raise ConfigError(
-                f"Preview feature {name!r} does not exist in the installed version; it has: {', '.join(sorted(stable)).lower() or 'none'}."
+                f"Preview feature {name!r} does not exist in the installed version; it has: {', '.join(sorted(stable)) or 'none'}."
             )
         setup.config.set_preview_feature(member, on)
-
-
-def _without_version(name: str) -> str:
-    words = name.split("_")
-    while words and words[-1].isdigit():
-        words.pop()
-    return "_".join(words)
 
 
 def _dla(setup: Setup, core: int) -> None:
@@ -168,6 +207,10 @@ def _hardware(setup: Setup, level: HardwareCompatibility) -> None:
     setup.config.hardware_compatibility_level = setup.member("HardwareCompatibilityLevel", level.value.upper())
 
 
+def _compilation_cache(setup: Setup, on: bool) -> None:
+    setup.flag("DISABLE_COMPILATION_CACHE", not on)
+
+
 def _threads(setup: Setup, count: int) -> None:
     setup.builder.max_threads = count
 
@@ -192,10 +235,13 @@ APPLY: Mapping[str, Callable[[Setup, Any], None]] = {
     "sparse_weights": _flag("SPARSE_WEIGHTS"),
     "strict_nans": _flag("STRICT_NANS"),
     "distributive_independence": _flag("DISTRIBUTIVE_INDEPENDENCE"),
+    "debug": _flag("DEBUG"),
+    "engine_capability": _enum_property("engine_capability", "EngineCapability"),
     "optimization_level": _property("builder_optimization_level"),
     "avg_timing_iterations": _property("avg_timing_iterations"),
     "max_tactics": _property("max_num_tactics"),
     "tactic_sources": _tactic_sources,
+    "tactic_heuristic": _flag("ENABLE_TACTIC_HEURISTIC"),
     "tiling": _enum_property("tiling_optimization_level", "TilingOptimizationLevel"),
     "l2_limit_for_tiling": _property("l2_limit_for_tiling"),
     "max_aux_streams": _property("max_aux_streams"),
@@ -217,7 +263,12 @@ APPLY: Mapping[str, Callable[[Setup, Any], None]] = {
     "require_user_allocation": _flag("REQUIRE_USER_ALLOCATION"),
     "build_route": _property("build_route"),
     "native_instancenorm": _elsewhere,
+    "plugin_override": _elsewhere,
+    "tactics": _elsewhere,
+    "record_tactics": _elsewhere,
     "timing": _timing,
+    "timing_scope": _elsewhere,
+    "compilation_cache": _compilation_cache,
     "builder_threads": _threads,
 }
 
@@ -252,29 +303,112 @@ def network_flags(trt: Any, options: BuildOptions) -> int:
 
 
 #: Properties worth recording, where a version has them. Device-dependent defaults (workspace) are left out.
-_RECORDED = (
-    "builder_optimization_level",
-    "avg_timing_iterations",
-    "max_num_tactics",
-    "max_aux_streams",
-    "tiling_optimization_level",
-    "l2_limit_for_tiling",
-    "profiling_verbosity",
-    "runtime_platform",
-    "default_device_type",
-    "engine_capability",
-)
+_RECORDED = {
+    "builder_optimization_level": "",
+    "avg_timing_iterations": "",
+    "max_num_tactics": "",
+    "max_aux_streams": "",
+    "l2_limit_for_tiling": "",
+    "build_route": "",
+    "DLA_core": "",
+    "tiling_optimization_level": "TilingOptimizationLevel",
+    "profiling_verbosity": "ProfilingVerbosity",
+    "runtime_platform": "RuntimePlatform",
+    "default_device_type": "DeviceType",
+    "engine_capability": "EngineCapability",
+    "hardware_compatibility_level": "HardwareCompatibilityLevel",
+}
 
 
-def effective_config(setup: Setup) -> dict[str, Any]:
-    """The configuration as TensorRT holds it, with names instead of enum numbers."""
-    config = setup.config
-    found: dict[str, Any] = {
-        "flags": sorted(name for name, flag in setup.trt.BuilderFlag.__members__.items() if config.get_flag(flag)),
-        "profiles": config.num_optimization_profiles,
+def effective_config(setup: Setup, options: BuildOptions) -> dict[str, Any]:
+    """The configuration as TensorRT holds it, with names instead of enum numbers and one name per member.
+
+    Args:
+        setup: Configured and not yet built.
+        options: Tell which memory pools were limited; a pool that nobody limited has the size of some GPU.
+    """
+    trt, config = setup.trt, setup.config
+    flags = {
+        canonical_name("BuilderFlag", name)
+        for name, flag in trt.BuilderFlag.__members__.items()
+        if config.get_flag(flag)
     }
-    for name in _RECORDED:
-        value = getattr(config, name, None)
+    found: dict[str, Any] = {"flags": sorted(flags), "profiles": config.num_optimization_profiles}
+    for name, enum in _RECORDED.items():
+        if enum == "HardwareCompatibilityLevel" and hasattr(trt, "ComputeCapability"):
+            continue  # TensorRT-RTX warns when this is even read
+        try:
+            value = getattr(config, name, None)
+        except RuntimeError:
+            continue  # a text that the library never set
         if value is not None:
-            found[name] = value if isinstance(value, (bool, int, str)) and not hasattr(value, "name") else value.name
+            found[name] = canonical_name(enum, value.name) if enum else value
+    sources = config.get_tactic_sources()
+    found["tactic_sources"] = sorted(
+        name for name, source in trt.TacticSource.__members__.items() if sources >> int(source) & 1
+    )
+    found["preview_features"] = sorted(
+        stable_name("PreviewFeature", name)
+        for name, feature in trt.PreviewFeature.__members__.items()
+        if config.get_preview_feature(feature)
+    )
+    pools = {MemoryPool(pool).value for pool in options.memory_pools or ()}
+    if options.workspace is not None:
+        pools.add("workspace")
+    if pools:
+        found["memory_pools"] = {
+            name: config.get_memory_pool_limit(setup.member("MemoryPoolType", name.upper())) for name in sorted(pools)
+        }
+    if hasattr(config, "num_compute_capabilities"):
+        count = config.num_compute_capabilities
+        found["compute_capabilities"] = [config.get_compute_capability(index).name for index in range(count)]
+    if hasattr(config, "get_quantization_flag"):
+        found["quantization_flags"] = sorted(
+            name for name, flag in trt.QuantizationFlag.__members__.items() if config.get_quantization_flag(flag)
+        )
     return found
+
+
+#: What an option shows up as in an effective configuration: a builder flag, or a property and how its value is spelled.
+_SHOWN_FLAGS = {
+    "fp16": "FP16", "bf16": "BF16", "int8": "INT8", "fp8": "FP8", "int4": "INT4", "fp4": "FP4", "tf32": "TF32",
+    "sparse_weights": "SPARSE_WEIGHTS", "strict_nans": "STRICT_NANS", "debug": "DEBUG",
+    "distributive_independence": "DISTRIBUTIVE_INDEPENDENCE", "version_compatible": "VERSION_COMPATIBLE",
+    "exclude_lean_runtime": "EXCLUDE_LEAN_RUNTIME", "strip_plan": "STRIP_PLAN", "weight_streaming": "WEIGHT_STREAMING",
+    "gpu_fallback": "GPU_FALLBACK", "direct_io": "DIRECT_IO", "require_user_allocation": "REQUIRE_USER_ALLOCATION",
+    "tactic_heuristic": "ENABLE_TACTIC_HEURISTIC",
+}  # fmt: skip
+_SHOWN_PROPERTIES = {
+    "optimization_level": "builder_optimization_level",
+    "avg_timing_iterations": "avg_timing_iterations",
+    "max_tactics": "max_num_tactics",
+    "max_aux_streams": "max_aux_streams",
+    "l2_limit_for_tiling": "l2_limit_for_tiling",
+    "build_route": "build_route",
+    "tiling": "tiling_optimization_level",
+    "profiling_verbosity": "profiling_verbosity",
+    "hardware_compatibility": "hardware_compatibility_level",
+    "runtime_platform": "runtime_platform",
+    "engine_capability": "engine_capability",
+}
+
+
+def expected_config(options: BuildOptions) -> tuple[dict[str, bool], dict[str, Any]]:
+    """What this release would set for these options: builder flags on or off, and properties.
+
+    The part of an effective configuration that can be told without loading TensorRT.
+    """
+    flags: dict[str, bool] = {}
+    properties: dict[str, Any] = {}
+    for spec, value in options.chosen():
+        if spec.name in _SHOWN_FLAGS:
+            flags[_SHOWN_FLAGS[spec.name]] = bool(value)
+        elif spec.name in _SHOWN_PROPERTIES:
+            plain = getattr(value, "value", value)
+            number = isinstance(plain, int) or spec.name == "build_route"
+            properties[_SHOWN_PROPERTIES[spec.name]] = plain if number else str(plain).upper()
+        elif isinstance(value, RefitMode):
+            flags[_REFIT_FLAGS[value]] = True
+        elif isinstance(value, PrecisionConstraints):
+            flags[f"{value.value.upper()}_PRECISION_CONSTRAINTS"] = True
+    return flags, properties

@@ -12,7 +12,7 @@ import logging
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from trt_warmcache.builders._base import BuilderCapabilities, BuildInputs, Build
 from trt_warmcache.builders._config import Setup, apply_options, effective_config, network_flags
 from trt_warmcache.builders._library import LIBRARIES, find_library, loaded_library, module_available, version_of
 from trt_warmcache.builders._plan import check_header
+from trt_warmcache.builders._plugins import PluginLoader
 from trt_warmcache.errors import BuildError, ConfigError, IncompatibleError, IntegrityError, ModelError
 from trt_warmcache.memo import DigestMemo
 from trt_warmcache.options import BuildOptions
@@ -59,6 +60,13 @@ class TrtLog:
             self.tail.append(f"[{severity}] {text}")
         log.debug("[%s] %s", severity, text)
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Errors logged meanwhile are no reason for a failure; some releases log one when a setting is merely read."""
+        before = self.first_error
+        yield
+        self.first_error = before
+
     def reason(self, otherwise: str) -> str:
         """The first error, or a sentence for when TensorRT gave none."""
         return self.first_error or otherwise
@@ -79,6 +87,7 @@ class NvInferBuilder:
         self._module = module
         self._memo = memo if memo is not None else DigestMemo(None)
         self._version: str | None = None
+        self._plugins = PluginLoader()
 
     # ---- identity ---------------------------------------------------------------------------------------------
 
@@ -167,7 +176,7 @@ class NvInferBuilder:
         # and a parser does not keep its network.
         logger = make_logger(trt, messages)
         builder = self._create_builder(trt, logger, messages)
-        self._load_plugins(trt, logger, builder, inputs, messages)
+        plugins = self._load_plugins(trt, logger, builder, inputs)
         inputs.checkpoint()
         with _parser_path(inputs) as path:
             network, parser = self._parse(trt, builder, logger, inputs, path, messages)
@@ -177,14 +186,22 @@ class NvInferBuilder:
             self._set_target(setup, inputs.target)
             apply_options(setup, inputs.options)
             calibrator = self._set_calibration(setup, inputs)
-            timing = self._set_timing(setup, inputs, messages)
+            extras = self._set_extras(setup, inputs, messages)
+            if inputs.configure is not None:
+                _configure(inputs, network, config)
+            with messages.aside():
+                effective = effective_config(setup, inputs.options)
             monitor = self._set_progress(setup, inputs)
-            effective = effective_config(setup)
-            inputs.checkpoint()
-            serialized = builder.build_serialized_network(network, config)
+            with self._turn(inputs):
+                inputs.checkpoint()
+                serialized = builder.build_serialized_network(network, config)
+                if serialized is not None and self._build_again(setup, inputs, extras):
+                    inputs.checkpoint()
+                    serialized = builder.build_serialized_network(network, config)
             del parser
         if monitor is not None and monitor.stopped is not None:
             raise monitor.stopped
+        self._check_extras(inputs, extras)
         if serialized is None:
             raise BuildError(
                 f"{self.flavour} {self.version()} built no engine: "
@@ -195,14 +212,15 @@ class NvInferBuilder:
         # The bindings claim item format 'f' with size 1 for this buffer on every version; as bytes it is right.
         plan = memoryview(serialized).cast("B")
         self._check_built(plan)
-        return BuildOutput(
+        output = BuildOutput(
             plan=plan,
             library=self.version(),
             config=effective,
             warnings=tuple(messages.warnings),
-            timing=None if timing is None else self._take_timing(setup),
             target=self._built_for(),
+            plugins=plugins,
         )
+        return self._add_extras(output, extras, inputs)
 
     def _create_builder(self, trt: Any, logger: Any, messages: TrtLog) -> Any:
         try:
@@ -216,18 +234,13 @@ class NvInferBuilder:
             ) from error
         return builder
 
-    def _load_plugins(self, trt: Any, logger: Any, builder: Any, inputs: BuildInputs, messages: TrtLog) -> None:
+    def _load_plugins(self, trt: Any, logger: Any, owner: Any, inputs: BuildInputs) -> tuple[str, ...]:
         if not inputs.plugins:
-            return
+            return ()
         if not self.capabilities.plugins:
             raise ConfigError(f"{self.flavour} takes no plugin libraries.")
         trt.init_libnvinfer_plugins(logger, "")
-        registry = builder.get_plugin_registry()
-        for path in inputs.plugins:
-            if registry.load_library(str(path)) is None:
-                raise ConfigError(
-                    f"TensorRT could not load the plugin library {path}: " + messages.reason("it gave no reason.")
-                )
+        return self._plugins.load(owner.get_plugin_registry(), inputs.plugins)
 
     def _parse(
         self, trt: Any, builder: Any, logger: Any, inputs: BuildInputs, path: Path | None, messages: TrtLog
@@ -238,6 +251,9 @@ class NvInferBuilder:
         if inputs.options.native_instancenorm is not None:
             change = parser.set_flag if inputs.options.native_instancenorm else parser.clear_flag
             change(trt.OnnxParserFlag.NATIVE_INSTANCENORM)
+        if inputs.options.plugin_override is not None:
+            change = parser.set_flag if inputs.options.plugin_override else parser.clear_flag
+            change(trt.OnnxParserFlag.ENABLE_PLUGIN_OVERRIDE)
         data = inputs.model.read()
         parsed = parser.parse(data) if path is None else parser.parse(data, str(path))
         if not parsed:
@@ -279,12 +295,24 @@ class NvInferBuilder:
     def _finish_calibration(self, calibrator: Any) -> None:
         """Make sure that the build used what :meth:`_set_calibration` attached."""
 
-    def _set_timing(self, setup: Setup, inputs: BuildInputs, messages: TrtLog) -> Any:
-        """Attach a timing cache; None where the flavour has none. Never touched on TensorRT-RTX."""
+    def _set_extras(self, setup: Setup, inputs: BuildInputs, messages: TrtLog) -> Any:
+        """Attach what only one flavour has, such as a timing cache; what is returned stays alive with the build."""
         return None
 
-    def _take_timing(self, setup: Setup) -> bytes:
-        raise NotImplementedError
+    def _build_again(self, setup: Setup, inputs: BuildInputs, extras: Any) -> bool:
+        """Whether the first build only taught what the second needs."""
+        return False
+
+    def _check_extras(self, inputs: BuildInputs, extras: Any) -> None:
+        """Raise what the flavour's own callbacks kept."""
+
+    def _add_extras(self, output: BuildOutput, extras: Any, inputs: BuildInputs) -> BuildOutput:
+        """The output with what only one flavour has."""
+        return output
+
+    def _turn(self, inputs: BuildInputs) -> AbstractContextManager[None]:
+        """Held while TensorRT builds."""
+        return nullcontext()
 
     def merge_timing(self, newer: bytes, older: bytes) -> bytes:
         raise ConfigError(f"{self.flavour} has no timing cache.")
@@ -414,6 +442,14 @@ def _parse_error(parser: Any, messages: TrtLog) -> ModelError:
         node=node or None,
         operator=operator or None,
     )
+
+
+def _configure(inputs: BuildInputs, network: Any, config: Any) -> None:
+    assert inputs.configure is not None
+    try:
+        inputs.configure(network, config)
+    except Exception as error:
+        raise ConfigError(f"configure(network, config) failed with {type(error).__name__}: {error}") from error
 
 
 def _node_of(error: Any) -> tuple[str, str]:

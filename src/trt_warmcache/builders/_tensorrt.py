@@ -2,29 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from trt_warmcache.builders._base import BuilderCapabilities, BuildInputs
-from trt_warmcache.builders._config import Setup
+from trt_warmcache.builders._base import BuilderCapabilities, BuildInputs, BuildOutput
+from trt_warmcache.builders._config import Setup, without_deprecation
+from trt_warmcache.builders._device_lock import device_turn
 from trt_warmcache.builders._nvinfer import NvInferBuilder, TrtLog, make_logger
+from trt_warmcache.builders._selector import make_selector
+from trt_warmcache.builders._timing import (
+    AttachedTiming,
+    TimingEntry,
+    attach_timing,
+    cache_entries,
+    count_entries,
+    lost,
+    pin_entries,
+)
 from trt_warmcache.calibration_data import CalibrationAlgorithm
 from trt_warmcache.calibration_table import CalibrationTable
 from trt_warmcache.calibrators import CalibratorOutcome, make_calibrator
 from trt_warmcache.errors import BuildError, ConfigError
+from trt_warmcache.memo import DigestMemo
 from trt_warmcache.options import BuildOptions, TimingMode
+from trt_warmcache.tactics import TacticReplay
 from trt_warmcache.target import Target
 
 __all__ = ["TensorRTBuilder"]
 
+log = logging.getLogger("trt_warmcache")
+
 
 class TensorRTBuilder(NvInferBuilder):
-    """Builds with ``tensorrt``. What a version lacks is found by looking, never by comparing version numbers."""
+    """Builds with ``tensorrt``. What a version lacks is found by looking, never by comparing version numbers.
+
+    Args:
+        module: The bindings to drive, instead of importing ``tensorrt``.
+        memo: Remembers the version of an unchanged library file.
+        lock_folder: Where builds of other processes on the same GPU are waited for; a folder of this host.
+    """
 
     flavour = "tensorrt"
-    capabilities = BuilderCapabilities(
-        timing_cache=True, calibration_table=True, progress=True, needs_gpu=True, plugins=True
-    )
+
+    def __init__(self, module: Any = None, *, memo: DigestMemo | None = None, lock_folder: Path | None = None) -> None:
+        super().__init__(module, memo=memo)
+        self._lock_folder = lock_folder
+
+    @property
+    def capabilities(self) -> BuilderCapabilities:  # type: ignore[override]
+        """What this version can do; told by its number, so that a hit imports nothing."""
+        major = self._numbers[0]
+        return BuilderCapabilities(
+            timing_cache=True, calibration_table=major < 11, progress=major >= 10, needs_gpu=True, plugins=True
+        )
 
     def check(self, options: BuildOptions, target: Target) -> None:
         super().check(options, target)
@@ -32,6 +66,8 @@ class TensorRTBuilder(NvInferBuilder):
             raise ConfigError(
                 "Target(compute_capabilities=...) is for TensorRT-RTX; classic TensorRT builds for one GPU: Target.detect(), or Target(gpu=..., compute_capability=...)."
             )
+        if options.record_tactics and self._numbers[0] >= 11 and options.timing is TimingMode.OFF:
+            raise ConfigError("record_tactics needs a timing cache here; leave timing='off' out.")
 
     def _set_calibration(self, setup: Setup, inputs: BuildInputs) -> Any:
         if inputs.calibration is None:
@@ -40,7 +76,8 @@ class TensorRTBuilder(NvInferBuilder):
         calibrator = make_calibrator(
             setup.trt, CalibrationAlgorithm.of_header(table.algorithm), None, lambda: table, lambda _: None
         )
-        setup.config.int8_calibrator = calibrator
+        with without_deprecation():
+            setup.config.int8_calibrator = calibrator
         return calibrator
 
     def _finish_calibration(self, calibrator: Any) -> None:
@@ -49,36 +86,141 @@ class TensorRTBuilder(NvInferBuilder):
                 f"TensorRT {self.version()} built without asking for the calibration table, so nothing in this engine is calibrated. Set BuildOptions(int8=True), and leave out options that switch int8 off."
             )
 
-    def _set_timing(self, setup: Setup, inputs: BuildInputs, messages: TrtLog) -> Any:
-        if inputs.options.timing is TimingMode.OFF:
-            return None
-        # A damaged blob gives an empty cache and no error; that it was ours and whole was checked by digest before.
-        cache = setup.config.create_timing_cache(inputs.timing or b"")
-        if not setup.config.set_timing_cache(cache, ignore_mismatch=False):
-            # Measured on another device: start from nothing rather than from wrong timings.
-            cache = setup.config.create_timing_cache(b"")
-            setup.config.set_timing_cache(cache, ignore_mismatch=False)
-            messages.add("WARNING", "The stored timing cache was measured on another device; it was not used.")
-        return cache
+    def _set_extras(self, setup: Setup, inputs: BuildInputs, messages: TrtLog) -> _Extras:
+        options, extras = inputs.options, _Extras()
+        if options.timing is not TimingMode.OFF:
+            extras.timing = attach_timing(setup.config, inputs.timing)
+            if extras.timing.rejected:
+                messages.add("WARNING", f"{extras.timing.rejected}; layers are timed anew.")
+        replay = options.tactics if isinstance(options.tactics, TacticReplay) else None
+        editable = hasattr(setup.trt, "TimingCacheKey")
+        if replay is not None and replay.entries:
+            setup.flag("EDITABLE_TIMING_CACHE")
+            if extras.timing is not None:
+                extras.unpinned, _ = pin_entries(setup.trt, extras.timing.cache, replay.entries)
+        if (replay is not None and replay.layers) or (options.record_tactics and not editable):
+            extras.selector = make_selector(setup.trt, replay)
+            with without_deprecation():
+                setup.config.algorithm_selector = extras.selector
+            if replay is not None:
+                setup.flag("REJECT_EMPTY_ALGORITHMS")
+        if options.record_tactics and editable and extras.selector is None:
+            setup.flag("EDITABLE_TIMING_CACHE")
+        return extras
 
-    def _take_timing(self, setup: Setup) -> bytes:
-        return bytes(setup.config.get_timing_cache().serialize())
+    def _build_again(self, setup: Setup, inputs: BuildInputs, extras: _Extras) -> bool:
+        # TensorRT can change entries of a timing cache but not add any. Where a pinned key was unknown, the build
+        # just done has measured it, so it can be pinned now and counts in a second build.
+        if not extras.unpinned or extras.timing is None:
+            return False
+        assert isinstance(inputs.options.tactics, TacticReplay)
+        extras.unpinned, changed = pin_entries(setup.trt, extras.timing.cache, inputs.options.tactics.entries)
+        return changed and not extras.unpinned
+
+    def _check_extras(self, inputs: BuildInputs, extras: _Extras) -> None:
+        if extras.selector is not None and extras.selector.missing:
+            names = ", ".join(map(repr, extras.selector.missing[:5]))
+            raise BuildError(
+                f"The recorded tactics do not exist for layers {names}: another model, profile, GPU or TensorRT made the record. Record them again."
+            )
+        if extras.unpinned:
+            raise BuildError(
+                f"{len(extras.unpinned)} pinned timing-cache keys, such as {extras.unpinned[0]}, do not occur in this build: another model, profile, GPU or TensorRT made the record. Record them again."
+            )
+
+    def _add_extras(self, output: BuildOutput, extras: _Extras, inputs: BuildInputs) -> BuildOutput:
+        tactics = None
+        if extras.selector is not None and extras.selector.taken:
+            tactics = TacticReplay(layers=extras.selector.taken)
+        if extras.timing is None:
+            return replace(output, tactics=tactics)
+        cache = extras.timing.cache
+        if inputs.options.record_tactics and tactics is None and hasattr(cache, "queryKeys"):
+            entries = {entry.key: entry.tactic for entry in cache_entries(cache)}
+            tactics = TacticReplay(entries=entries) if entries else None
+        return replace(
+            output,
+            timing=bytes(cache.serialize()),
+            timing_entries=count_entries(cache),
+            timing_rejected=extras.timing.rejected,
+            tactics=tactics,
+        )
+
+    def _turn(self, inputs: BuildInputs) -> AbstractContextManager[None]:
+        return device_turn(inputs.target.uuid or "any GPU", inputs.checkpoint, folder=self._lock_folder)
+
+    # ---- timing caches ------------------------------------------------------------------------------------------
 
     def merge_timing(self, newer: bytes, older: bytes) -> bytes:
+        with self._timing_tools() as (_, config, messages):
+            # combine() keeps the receiver's entries on conflict, so the newer cache receives.
+            cache, other = (self._load_timing(config, blob, messages) for blob in (newer, older))
+            if not cache.combine(other, ignore_mismatch=False):
+                raise BuildError(
+                    "TensorRT refused to combine two timing caches: "
+                    + messages.reason("they belong to different versions or devices.")
+                )
+            return bytes(cache.serialize())
+
+    def timing_entries(self, blob: bytes) -> tuple[TimingEntry, ...]:
+        """The entries of an editable timing cache.
+
+        Raises:
+            ConfigError: This version cannot list them (10.8 and later can).
+            BuildError: The blob belongs to another version or device.
+        """
+        with self._timing_tools(editable=True) as (_, config, messages):
+            return cache_entries(self._load_timing(config, blob, messages))
+
+    def pin_timing(self, blob: bytes, tactics: TacticReplay) -> bytes:
+        """A timing cache with other tactics for some of its keys.
+
+        Raises:
+            ConfigError: This version cannot edit (10.8 and later can), or a key is unknown.
+            BuildError: The blob belongs to another version or device.
+        """
+        with self._timing_tools(editable=True) as (trt, config, messages):
+            cache = self._load_timing(config, blob, messages)
+            missing, _ = pin_entries(trt, cache, tactics.entries)
+            if missing:
+                raise ConfigError(f"The timing cache has no entry for {', '.join(missing[:5])}; none was changed.")
+            return bytes(cache.serialize())
+
+    @contextmanager
+    def _timing_tools(self, *, editable: bool = False) -> Iterator[tuple[Any, Any, TrtLog]]:
         trt = self._trt()
+        if editable and not hasattr(trt, "TimingCacheKey"):
+            raise ConfigError(
+                f"TensorRT {self.version()} cannot list or edit a timing cache; that needs TensorRT 10.8 or later."
+            )
         messages = TrtLog()
         logger = make_logger(trt, messages)
         builder = self._create_builder(trt, logger, messages)
-        config = builder.create_builder_config()
-        # combine() keeps the receiver's entries on conflict, so the newer cache receives.
-        cache = config.create_timing_cache(newer)
-        other = config.create_timing_cache(older)
-        if not cache.combine(other, ignore_mismatch=False):
-            raise BuildError(
-                "TensorRT refused to combine two timing caches: "
-                + messages.reason("they belong to different versions or devices.")
-            )
-        return bytes(cache.serialize())
+        yield trt, builder.create_builder_config(), messages
+
+    @staticmethod
+    def _load_timing(config: Any, blob: bytes, messages: TrtLog) -> Any:
+        cache = config.create_timing_cache(blob)
+        if lost(config, cache, blob):
+            why = next(reversed(messages.warnings), "it gave an empty cache")
+            raise BuildError(f"This timing cache cannot be read here: {why}", log=tuple(messages.tail))
+        return cache
 
     def _built_for(self) -> Mapping[str, Any]:
-        return {}
+        """The GPU that built it, asked from NVML where that is installed; nothing is assumed otherwise."""
+        if self._module is not None:
+            return {}
+        try:
+            return Target.detect().to_json()
+        except ConfigError as error:
+            log.debug("the building GPU could not be asked: %s", error)
+            return {}
+
+
+@dataclass
+class _Extras:
+    """What a classic build holds on to, and asks afterwards."""
+
+    timing: AttachedTiming | None = None
+    selector: Any = None
+    unpinned: tuple[str, ...] = ()

@@ -1,0 +1,394 @@
+"""The classic adapter over every release line: what it sets, what it refuses, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.builders.support import A10, build_inputs
+from tests.fakes import LINES, Gpu, Line, make_tensorrt, record_of
+from tests.fakes._build import read_plan
+from tests.support import tiny_model
+
+import trt_warmcache as twc
+from trt_warmcache.builders import Progress, TensorRTBuilder
+from trt_warmcache.builders._config import canonical_name
+
+EDITABLE: tuple[Line, ...] = ("10.16", "11.4")
+SELECTOR: tuple[Line, ...] = ("8.6", "10.3", "10.16")
+
+
+@pytest.fixture
+def locks(tmp_path: Path) -> Path:
+    return tmp_path / "locks"
+
+
+def make(line: Line, locks: Path, **options: Any) -> tuple[TensorRTBuilder, Any]:
+    module = make_tensorrt(line, **options)
+    return TensorRTBuilder(module, lock_folder=locks), module
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_build_and_load(line: Line, locks: Path) -> None:
+    """On every line a model with profiles becomes a plan that the same line loads; nothing is warned about."""
+    builder, _ = make(line, locks)
+    output = builder.build(build_inputs())
+    plan = read_plan(output.plan)
+    assert plan["network"] == "trtwc-test"
+    assert plan["profiles"] == [{"x": [[1, 4], [2, 4], [8, 4]]}]
+    assert output.warnings == ()
+    assert output.library == builder.version()
+    assert builder.deserialize(memoryview(output.plan)).num_layers == 2
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_capabilities_follow_the_version(line: Line, locks: Path) -> None:
+    """Progress came with 10.0 and calibrators went with 11.0; the table says so before anything is imported."""
+    capabilities = make(line, locks)[0].capabilities
+    assert capabilities.progress is (line != "8.6")
+    assert capabilities.calibration_table is (line != "11.4")
+    assert capabilities.timing_cache
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_no_gpu(line: Line, locks: Path) -> None:
+    """pybind's TypeError about a null pointer becomes an error that carries CUDA's own message."""
+    builder, _ = make(line, locks, gpu=None)
+    with pytest.raises(twc.BuildError, match="CUDA initialization failure with error: 35"):
+        builder.build(build_inputs())
+    with pytest.raises(twc.IncompatibleError, match="error: 35"):
+        builder.deserialize(memoryview(make(line, locks)[0].build(build_inputs()).plan))
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_quiet_failures_speak(line: Line, locks: Path) -> None:
+    """A build that returns None is reported with the first logged error, a refused model with the parser's own."""
+    builder, _ = make(line, locks, fail_build="Error Code 10: no implementation for node mul")
+    with pytest.raises(twc.BuildError, match="no implementation for node mul") as failed:
+        builder.build(build_inputs())
+    assert any("Error Code 10" in entry for entry in failed.value.log)
+    builder, _ = make(line, locks)
+    import onnx
+
+    broken = onnx.load_model_from_string(tiny_model())
+    broken.graph.node[1].op_type, broken.graph.node[1].domain = "Nonsense", "com.example"
+    with pytest.raises(twc.ModelError, match="No importer registered for op: Nonsense") as refused:
+        builder.build(build_inputs(broken.SerializeToString()))
+    assert refused.value.operator == (None if line == "8.6" else "Nonsense")
+    assert refused.value.node == (None if line == "8.6" else "act")
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_missing_profile_is_tensorrts_own_error(line: Line, locks: Path) -> None:
+    """A dynamic input without a profile cannot be built, and the reason is passed on."""
+    inputs = build_inputs()
+    bare = type(inputs)(**{**vars(inputs), "profiles": ()})
+    with pytest.raises(twc.BuildError, match="no optimization profile"):
+        make(line, locks)[0].build(bare)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_progress_and_cancellation(line: Line, locks: Path) -> None:
+    """Steps are reported where the line has a monitor, and whatever a checkpoint raises comes out, unchanged."""
+    steps: list[Progress] = []
+    builder, module = make(line, locks)
+    builder.build(build_inputs(on_progress=steps.append))
+    if line == "8.6":
+        assert steps == []
+        return
+    assert steps[0].phase == "Building engine"
+    assert steps[0].parent is None
+    inner = [step for step in steps if step.phase == "Timing tactics"]
+    assert {step.parent for step in inner} == {"Building engine"}
+    assert max(step.step for step in inner) == inner[0].total == 2
+    for error in (twc.BuildTimeout("too slow"), KeyboardInterrupt(), MemoryError(), SystemExit(3)):
+        calls = iter(range(100))
+
+        def checkpoint(error: BaseException = error, calls: Any = calls) -> None:
+            if next(calls) == 5:
+                raise error
+
+        with pytest.raises(type(error)) as raised:
+            builder.build(build_inputs(checkpoint=checkpoint))
+        assert raised.value is error
+    assert builder.build(build_inputs()).plan.nbytes > 0
+    assert record_of(module).builders == 6
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_effective_config_is_named_and_canonical(line: Line, locks: Path) -> None:
+    """What is recorded has names, one per member, although .name answers another one on some lines."""
+    options: dict[str, Any] = {"optimization_level": 4, "workspace": 1 << 20, "tf32": False}
+    if line != "8.6":
+        options.update(strip_plan=True, refit="identical")
+    config = make(line, locks)[0].build(build_inputs(options=twc.BuildOptions(**options))).config
+    assert config["builder_optimization_level"] == 4
+    assert config["memory_pools"] == {"workspace": 1 << 20}
+    assert config["engine_capability"] == "STANDARD"
+    assert config["flags"] == ([] if line == "8.6" else ["REFIT_IDENTICAL", "STRIP_PLAN"])
+    assert config["hardware_compatibility_level"] == "NONE"
+    assert json.loads(json.dumps(config)) == config
+    assert canonical_name("BuilderFlag", "WEIGHTLESS") == "STRIP_PLAN"
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_layer_precisions(line: Line, locks: Path) -> None:
+    """Rules by layer name reach the layers where the line has them; a rule that matches nothing is refused."""
+    builder, _ = make(line, locks)
+    options = twc.BuildOptions(
+        fp16=True, precision_constraints="obey", layer_precisions=[("m*", "float16"), ("act", "float32")]
+    )
+    if line == "11.4":
+        with pytest.raises(twc.ConfigError, match=r"'fp16' does not exist in TensorRT 11\.4"):
+            builder.build(build_inputs(options=options))
+        return
+    plan = read_plan(builder.build(build_inputs(options=options)).plan)
+    assert plan["precisions"] == {"mul": "HALF", "act": "FLOAT"}
+    assert {"FP16", "OBEY_PRECISION_CONSTRAINTS"} <= set(plan["flags"])
+    with pytest.raises(twc.ConfigError, match="no layer matches 'nothing'"):
+        builder.build(build_inputs(options=twc.BuildOptions(layer_precisions={"nothing": "float16"})))
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_configure_hook(line: Line, locks: Path) -> None:
+    """The hook sees the finished network and configuration, has the last word, and its error names it."""
+
+    def fewer(network: Any, config: Any) -> None:
+        assert network.num_layers == 2
+        config.avg_timing_iterations = 7
+
+    builder, _ = make(line, locks)
+    output = builder.build(build_inputs(configure=fewer))
+    assert output.config["avg_timing_iterations"] == 7
+    assert read_plan(output.plan)["settings"]["avg_timing_iterations"] == 7
+
+    def broken(network: Any, config: Any) -> None:
+        config.no_such_thing = 1
+
+    with pytest.raises(twc.ConfigError, match=r"configure\(network, config\) failed with AttributeError"):
+        builder.build(build_inputs(configure=broken))
+
+
+# ---- timing cache -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_timing_cache_is_used_and_grows(line: Line, locks: Path) -> None:
+    """Layers timed once are not timed again, by count and not by the clock; the cache only grows."""
+    builder, module = make(line, locks)
+    first = builder.build(build_inputs())
+    assert record_of(module).tactics_timed == 2
+    again = builder.build(build_inputs(timing=first.timing))
+    assert record_of(module).tactics_timed == 2
+    assert record_of(module).tactics_from_cache == 2
+    assert again.timing == first.timing
+    wider = builder.build(build_inputs(tiny_model(width=5), profiles={"x": ("1x5", "2x5", "8x5")}, timing=first.timing))
+    assert wider.timing is not None
+    assert first.timing is not None
+    assert len(wider.timing) > len(first.timing)
+    assert first.timing_rejected == wider.timing_rejected == ""
+    assert first.timing_entries == (None if line in {"8.6", "10.3"} else 2)
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("damage", ["flip", "cut", "garbage", "other device", "other release"])
+def test_unusable_timing_blob_is_noticed(line: Line, locks: Path, damage: str) -> None:
+    """TensorRT answers an unusable blob with an empty cache and True; the adapter notices and goes on without."""
+    builder, _ = make(line, locks)
+    good = builder.build(build_inputs()).timing
+    assert good is not None
+    blobs: dict[str, Any] = {
+        "flip": lambda: good[:60] + bytes([good[60] ^ 1]) + good[61:],
+        "cut": lambda: good[:-20],
+        "garbage": lambda: b"no timing cache at all",
+        "other device": lambda: make(line, locks, gpu=Gpu("NVIDIA L4", (8, 9), 58))[0].build(build_inputs()).timing,
+        "other release": lambda: make("10.3" if line != "10.3" else "8.6", locks)[0].build(build_inputs()).timing,
+    }
+    blob = blobs[damage]()
+    output = builder.build(build_inputs(timing=blob))
+    assert output.timing_rejected
+    assert output.timing == good
+    with pytest.raises(twc.BuildError):
+        builder.merge_timing(good, blob or b"")
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_timing_modes(line: Line, locks: Path) -> None:
+    """Off gives no blob; require fails on the first layer that would have to be timed, and says which."""
+    builder, _ = make(line, locks)
+    assert builder.build(build_inputs(options=twc.BuildOptions(timing="off"))).timing is None
+    strict = twc.BuildOptions(timing="require")
+    if line == "8.6":
+        with pytest.raises(twc.ConfigError, match=r"needs TensorRT 10\.0 and later"):
+            builder.build(build_inputs(options=strict))
+        return
+    with pytest.raises(twc.BuildError, match="timing cache miss for mul"):
+        builder.build(build_inputs(options=strict))
+    blob = builder.build(build_inputs()).timing
+    assert builder.build(build_inputs(options=strict, timing=blob)).plan.nbytes > 0
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_merge_keeps_the_union_and_the_newer(line: Line, locks: Path) -> None:
+    """Both caches' entries survive; where both have one, the newer measurement stays."""
+    builder, _ = make(line, locks, nondeterministic=True)
+    shared = build_inputs()
+    wide = build_inputs(tiny_model(width=5), profiles={"x": ("1x5", "2x5", "8x5")})
+    older = builder.build(wide).timing
+    newer = builder.build(shared).timing
+    assert older is not None
+    assert newer is not None
+    other = builder.build(shared).timing
+    assert other is not None
+    union = json.loads(builder.merge_timing(newer, older)[40:])["entries"]
+    assert len(union) >= 3
+    both = json.loads(builder.merge_timing(newer, other)[40:])["entries"]
+    assert both == json.loads(newer[40:])["entries"]
+    assert both != json.loads(other[40:])["entries"]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_entries_can_be_listed_and_pinned(line: Line, locks: Path) -> None:
+    """From 10.8 an editable cache lists its tactics and takes others; earlier lines say which release can."""
+    builder, _ = make(line, locks)
+    blob = builder.build(
+        build_inputs(options=twc.BuildOptions() if line not in EDITABLE else twc.BuildOptions(timing="editable"))
+    ).timing
+    assert blob is not None
+    if line not in EDITABLE:
+        with pytest.raises(twc.ConfigError, match=r"10\.8 or later"):
+            builder.timing_entries(blob)
+        return
+    first, second = builder.timing_entries(blob)
+    assert first.key < second.key
+    assert first.milliseconds > 0
+    pinned = builder.pin_timing(blob, twc.TacticReplay(entries={first.key: 42}))
+    assert [entry.tactic for entry in builder.timing_entries(pinned)] == [42, second.tactic]
+    with pytest.raises(twc.ConfigError, match="no entry for 0x0000"):
+        builder.pin_timing(blob, twc.TacticReplay(entries={"0x" + "0" * 32: 1}))
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_replicas_get_the_same_tactics(line: Line, locks: Path) -> None:
+    """Tactics drawn by noisy timing are recorded once and reproduced by every replica that has the record."""
+    recorder, _ = make(line, locks, nondeterministic=True)
+    recorded = recorder.build(build_inputs(options=twc.BuildOptions(record_tactics=True)))
+    assert recorded.tactics is not None
+    wanted = read_plan(recorded.plan)["tactics"]
+    assert twc.TacticReplay.from_json(json.loads(json.dumps(recorded.tactics.to_json()))) == recorded.tactics
+    pinned = twc.BuildOptions(tactics=recorded.tactics)
+    if line in {"8.6", "10.3"}:
+        # A selector can only choose among what this replica offers, and noise may not offer it.
+        replica, _ = make(line, locks)
+        deterministic = replica.build(build_inputs(options=twc.BuildOptions(record_tactics=True)))
+        assert deterministic.tactics is not None
+        options = twc.BuildOptions(tactics=deterministic.tactics)
+        assert (
+            read_plan(replica.build(build_inputs(options=options)).plan)["tactics"]
+            == read_plan(deterministic.plan)["tactics"]
+        )
+        with pytest.raises(twc.BuildError, match="recorded tactics do not exist for layers 'mul'"):
+            replica.build(build_inputs(options=pinned))
+        return
+    for _ in range(3):
+        replica, module = make(line, locks, nondeterministic=True)
+        output = replica.build(build_inputs(options=pinned))
+        assert read_plan(output.plan)["tactics"] == wanted
+        assert record_of(module).builds == 2  # the first taught the keys, the second used the tactics
+        again = replica.build(build_inputs(options=pinned, timing=output.timing))
+        assert read_plan(again.plan)["tactics"] == wanted
+        assert record_of(module).builds == 3
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_foreign_tactics_are_refused(line: Line, locks: Path) -> None:
+    """A record of another model, or of a kind that the line lacks, is an error and not silently ignored."""
+    builder, _ = make(line, locks)
+    layers = twc.BuildOptions(tactics={"layers": {"mul": (1, 2)}})
+    entries = twc.BuildOptions(tactics={"entries": {"0x" + "1" * 32: 5}})
+    if line == "11.4":
+        with pytest.raises(twc.ConfigError, match=r"tactics='layers' does not exist in TensorRT 11\.4"):
+            builder.build(build_inputs(options=layers))
+    else:
+        with pytest.raises(twc.BuildError, match="do not exist for layers 'mul'"):
+            builder.build(build_inputs(options=layers))
+    with pytest.raises(twc.ConfigError if line not in EDITABLE else twc.BuildError):
+        builder.build(build_inputs(options=entries))
+
+
+# ---- one build per GPU ------------------------------------------------------------------------------------------
+
+
+def test_one_build_per_gpu_at_a_time(locks: Path) -> None:
+    """Builds on one GPU never overlap, so that timings stay clean; builds on two GPUs do."""
+    running, most = [0], [0]
+    guard = threading.Lock()
+
+    def build(uuid: str) -> None:
+        def configure(network: Any, config: Any) -> None:
+            return None
+
+        def checkpoint() -> None:
+            return None
+
+        def on_progress(step: Progress) -> None:
+            if step.phase == "Building engine" and step.step == 0 and step.parent is None:
+                with guard:
+                    running[0] += 1
+                    most[0] = max(most[0], running[0])
+                time.sleep(0.05)
+                with guard:
+                    running[0] -= 1
+
+        builder, _ = make("10.16", locks)
+        target = twc.Target(**{**A10.to_json(), "uuid": uuid})
+        builder.build(build_inputs(target=target, on_progress=on_progress, checkpoint=checkpoint, configure=configure))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(build, ["GPU-1"] * 4))
+    assert most == [1]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(build, ["GPU-1", "GPU-2", "GPU-3", "GPU-4"]))
+    assert most[0] > 1
+
+
+def test_waiting_for_the_gpu_can_be_cancelled(locks: Path) -> None:
+    """A build that waits for its turn still listens to its deadline, and a dead holder keeps nobody out."""
+    from trt_warmcache.builders._device_lock import device_turn
+
+    calls = iter(range(100))
+
+    def checkpoint() -> None:
+        if next(calls) > 6:
+            raise twc.BuildTimeout("enough")
+
+    with device_turn("GPU-a10", lambda: None, folder=locks), pytest.raises(twc.BuildTimeout, match="enough"):
+        make("11.4", locks)[0].build(build_inputs(checkpoint=checkpoint))
+    assert make("11.4", locks)[0].build(build_inputs()).plan.nbytes > 0
+
+
+# ---- plugins ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_plugin_libraries(line: Line, locks: Path, tmp_path: Path) -> None:
+    """A library is loaded once, what it registers is recorded, and one that changed under the process is refused."""
+    library = tmp_path / "libmine.so"
+    library.write_text("example Shout 1\nexample Whisper 2\n")
+    builder, _ = make(line, locks)
+    output = builder.build(build_inputs(plugins=(library,)))
+    assert output.plugins == ("example::Shout:1", "example::Whisper:2")
+    builder.build(build_inputs(plugins=(library,)))
+    library.write_text("example Shout 1\nexample Whisper 3\n\n"[:-1])
+    library.touch()
+    with pytest.raises(twc.ConfigError, match="changed after this process loaded it"):
+        builder.build(build_inputs(plugins=(library,)))
+    bad = tmp_path / "libbad.so"
+    bad.write_text("junk\n")
+    with pytest.raises(twc.ConfigError, match="could not load the plugin library"):
+        builder.build(build_inputs(plugins=(bad,)))
