@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from trt_warmcache.calibration import StoredTable
-from trt_warmcache.calibration_data import Calibration, CalibrationAlgorithm
+from trt_warmcache.calibration_data import Calibration, CalibrationAlgorithm, CalibrationRunner
 from trt_warmcache.calibration_table import CalibrationTable, TableDiff, diff, read_table, usable
 from trt_warmcache.cli_common import (
     date_text,
@@ -102,6 +102,13 @@ def request_options(command: _F) -> _F:
                 show_default=True,
                 help="INT8: how ranges are chosen.",
             ),
+            click.option(
+                "--calib-runner",
+                type=click.Choice([runner.value for runner in CalibrationRunner]),
+                default=CalibrationRunner.ONNXRUNTIME.value,
+                show_default=True,
+                help="INT8: what runs the model over the data; tensorrt needs a GPU and TensorRT 8.6 to 10.16.",
+            ),
             click.option("--calib-batches", type=int, default=None, help="INT8: use this many batches."),
             click.option(
                 "--calib-preprocess", metavar="TAG", default=None, help="INT8: your version of preprocessing."
@@ -128,6 +135,7 @@ def request_calibration(given: dict[str, Any]) -> Calibration | None:
         algorithm=given["calib_algorithm"],
         batches=given["calib_batches"],
         preprocess=given["calib_preprocess"],
+        runner=given["calib_runner"],
         loader=_loader(given["calib_loader"]),
     )
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from trt_warmcache import manifest as manifests
 from trt_warmcache import timing
 from trt_warmcache._version import __version__
-from trt_warmcache.builders import BuildInputs, BuildOutput, EngineBuilder, Progress, select_builder
+from trt_warmcache.builders import BuildInputs, BuildOutput, CalibrationRun, EngineBuilder, Progress, select_builder
 from trt_warmcache.calibration import CalibrationTables, Limits, StoredTable, bytes_for_builder, quantized, route
 from trt_warmcache.calibration_data import Calibration, QdqOptions
 from trt_warmcache.calibration_table import CalibrationTable
@@ -440,9 +440,7 @@ class EngineManager:
         table, qdq = None, None
         if request.calibration is not None:
             takes = builder.capabilities.calibration_table
-            options, qdq = route(
-                options, request.calibration, flavour=builder.flavour, version=version, takes_tables=takes
-            )
+            options, qdq = route(options, request.calibration, takes_tables=takes)
             try:
                 table = self._table(request, source, target, options, deadline, make=tables == "make")
             except MissError:
@@ -492,7 +490,22 @@ class EngineManager:
             if self._closed:
                 raise BuildError("The manager was closed during a calibration.")
 
+        def on_gpu(run: CalibrationRun) -> CalibrationTable | None:
+            inputs = BuildInputs(
+                model=source,
+                network_name="calibration",
+                profiles=validate_profiles(request.profiles, source.summary),
+                options=options,
+                target=target,
+                calibration=run,
+                plugins=request.plugins,
+                checkpoint=checkpoint,
+            )
+            table: CalibrationTable | None = self.builder.calibrate(inputs)  # type: ignore[attr-defined]
+            return table
+
         assert request.calibration is not None
+        able = self.builder.capabilities.calibration_table and hasattr(self.builder, "calibrate")
         return self.tables.get(
             source,
             request.calibration,
@@ -501,6 +514,7 @@ class EngineManager:
             target=target,
             degrade=policy.store_errors is StoreErrors.DEGRADE,
             limits=Limits(wait_seconds, policy.slow_build_seconds, checkpoint),
+            tensorrt=on_gpu if able else None,
             before=lambda: self.builder.check(options, target),
             **how,
         )

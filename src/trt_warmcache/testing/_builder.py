@@ -73,7 +73,7 @@ class FakeBuilder:
             "profiles": [profile.to_json() for profile in inputs.profiles],
             "options": inputs.options.to_json(),
             "target": inputs.target.to_json(),
-            "calibration": None if inputs.calibration is None else inputs.calibration.decode(),
+            "calibration": inputs.calibration.decode() if isinstance(inputs.calibration, bytes) else None,
         }
         plan = b"fakeplan" + json.dumps(document, sort_keys=True).encode()
         timing = None
