@@ -45,9 +45,10 @@ if TYPE_CHECKING:
     from trt_warmcache.policy import Policy
     from trt_warmcache.profiles import ShapeProfile
     from trt_warmcache.request import EngineRequest
-    from trt_warmcache.stores import LocalStore, MemoryStore, Store, StoreCapabilities, open_store
+    from trt_warmcache.stores import Layer, LayeredStore, LocalStore, MemoryStore, Store, StoreCapabilities, open_store
     from trt_warmcache.tactics import TacticReplay
     from trt_warmcache.target import Target
+    from trt_warmcache.trust import Keyring, Signer
     from trt_warmcache.warm import WarmReport, WarmRow
 
 __all__ = [
@@ -77,6 +78,9 @@ __all__ = [
     "Hook",
     "IncompatibleError",
     "IntegrityError",
+    "Keyring",
+    "Layer",
+    "LayeredStore",
     "LocalStore",
     "Manifest",
     "MemoryStore",
@@ -87,6 +91,7 @@ __all__ = [
     "Progress",
     "QdqOptions",
     "ShapeProfile",
+    "Signer",
     "Store",
     "StoreCapabilities",
     "StoreError",
@@ -109,6 +114,10 @@ __all__ = [
 #: and may never need an engine pays next to nothing for it. The imports above say the same to type checkers; a test
 #: holds the two against each other.
 _HOME = {
+    "LayeredStore": "trt_warmcache.stores",
+    "Layer": "trt_warmcache.stores",
+    "Signer": "trt_warmcache.trust",
+    "Keyring": "trt_warmcache.trust",
     "BuilderCapabilities": "trt_warmcache.builders",
     "BuildInputs": "trt_warmcache.builders",
     "BuildOutput": "trt_warmcache.builders",

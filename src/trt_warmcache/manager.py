@@ -29,6 +29,7 @@ from trt_warmcache.builders import BuildInputs, BuildOutput, CalibrationRun, Eng
 from trt_warmcache.calibration import CalibrationTables, Limits, StoredTable, bytes_for_builder, quantized, route
 from trt_warmcache.calibration_data import Calibration, QdqOptions
 from trt_warmcache.calibration_table import CalibrationTable
+from trt_warmcache.churn import ChurnWatch
 from trt_warmcache.engine import Engine, Outcome
 from trt_warmcache.errors import (
     BuildError,
@@ -47,13 +48,15 @@ from trt_warmcache.manifest import Labels, Manifest, Provenance
 from trt_warmcache.memo import DigestMemo, default_memo_folder
 from trt_warmcache.model import ModelSource, ModelSummary, file_digest
 from trt_warmcache.options import BuildOptions, HardwareCompatibility
-from trt_warmcache.policy import Cover, OnMiss, OnWait, Policy, StoreErrors
+from trt_warmcache.policy import Cover, OnMiss, OnWait, Policy, StoreErrors, Trust
 from trt_warmcache.profiles import ShapeProfile, cover_size, covers_all, validate_profiles
 from trt_warmcache.request import EngineRequest, as_request
 from trt_warmcache.singleflight import Heartbeat, SingleFlight, WaitLimits, acquire_or_find
 from trt_warmcache.stores import Lock, Payload, Store, open_store
 from trt_warmcache.stores._local import LockUnavailable
 from trt_warmcache.target import Target
+from trt_warmcache.trust import Keyring, Signer, secured
+from trt_warmcache.uses import UseLog
 from trt_warmcache.warm import WarmReport, WarmRow
 
 __all__ = ["EngineManager"]
@@ -129,6 +132,8 @@ class EngineManager:
         hooks: Called with every :class:`~trt_warmcache.Event`.
         memo: Remembers digests of unchanged files, so that a model is not hashed at every start. None keeps them in
             the user's cache folder (``$XDG_CACHE_HOME/trt_warmcache/digests``).
+        signer: Signs every manifest published; see :mod:`trt_warmcache.trust`.
+        keyring: Keys whose signatures count where the policy says ``trust="signed"``; the signer's own among them.
 
     Attributes:
         store: The store, or all layers as one.
@@ -147,6 +152,8 @@ class EngineManager:
         policy: Policy | None = None,
         hooks: Iterable[Hook] = (),
         memo: DigestMemo | None = None,
+        signer: Signer | None = None,
+        keyring: Keyring | None = None,
     ) -> None:
         if target is not None and not isinstance(target, Target):
             raise ConfigError(f"target must be a Target, not {target!r}.")
@@ -166,8 +173,17 @@ class EngineManager:
         self._memo = (
             memo if memo is not None else DigestMemo(default_memo_folder(os.environ), strict=self.policy.rehash)
         )
-        self._events = Events(hooks)
-        self.store: Store = open_store(store, memo=self._memo)
+        self._uses = UseLog(None if self._memo.folder is None else self._memo.folder / "uses")
+        self._events = Events((*hooks, self._uses))
+        self._churn = ChurnWatch(self._events)
+        opened = open_store(store, memo=self._memo)
+        opened.bind(self._events)
+        self._keys = (signer, keyring)
+        #: The store with nothing believed that is not signed; None where no key is trusted.
+        self._strict = None if keyring is None else secured(opened, signer=signer, keyring=keyring)
+        self.store: Store = (
+            self._strict_store() if self.policy.trust is Trust.SIGNED else secured(opened, signer=signer)
+        )
         self.tables = CalibrationTables(self.store, memo=self._memo, events=self._events)
         self._owns_store = not isinstance(store, Store)
         self._target = target
@@ -326,7 +342,7 @@ class EngineManager:
                 (
                     pool.submit(self._warm_row, request)
                     if local
-                    else pool.submit(_warm_elsewhere, self._recipe[:4], request)
+                    else pool.submit(_warm_elsewhere, (*self._recipe[:4], *self._keys), request)
                 ): number
                 for number, request in enumerate(asked)
             }
@@ -397,6 +413,7 @@ class EngineManager:
             background.shutdown(wait=True, cancel_futures=True)
         for engine in list(self._engines):
             engine.close()
+        self._uses.flush()
         if self._owns_store:
             self.store.close()
 
@@ -506,7 +523,7 @@ class EngineManager:
 
         assert request.calibration is not None
         able = self.builder.capabilities.calibration_table and hasattr(self.builder, "calibrate")
-        return self.tables.get(
+        return self._tables_for(policy).get(
             source,
             request.calibration,
             name=request.name,
@@ -541,6 +558,23 @@ class EngineManager:
                 )
         return target
 
+    def _strict_store(self) -> Store:
+        if self._strict is None:
+            raise ConfigError(
+                "Policy(trust='signed') needs the keys to trust: EngineManager(..., keyring=Keyring([...]))."
+            )
+        return self._strict
+
+    def _store_for(self, call: _Call) -> Store:
+        """The store as this call's policy wants to see it."""
+        return self._strict_store() if call.policy.trust is Trust.SIGNED else self.store
+
+    def _tables_for(self, policy: Policy) -> CalibrationTables:
+        """The tables as a request's policy wants to see them."""
+        if policy.trust is not Trust.SIGNED or self.store is self._strict:
+            return self.tables
+        return CalibrationTables(self._strict_store(), memo=self._memo, events=self._events)
+
     # ---- looking ----------------------------------------------------------------------------------------------
 
     def _find(self, call: _Call) -> Engine | None:
@@ -560,7 +594,7 @@ class EngineManager:
         kind, digest = call.key.kind, call.key.digest
         started = time.perf_counter()
         try:
-            manifest = self.store.manifest(kind, digest)
+            manifest = self._store_for(call).manifest(kind, digest)
             looked = time.perf_counter()
             call.timings["lookup"] = call.timings.get("lookup", 0.0) + looked - started
             if manifest is None:
@@ -581,6 +615,7 @@ class EngineManager:
             return None
         call.timings["verify"] = time.perf_counter() - looked
         self._events.emit(EventKind(outcome.value), key=digest, label=call.label)
+        self._churn.hit(manifest)
         return engine
 
     def _open(self, call: _Call, key: EngineKey, manifest: Manifest, outcome: Outcome) -> Engine:
@@ -609,7 +644,7 @@ class EngineManager:
     def _look_wider(self, call: _Call) -> Engine | None:
         wanted = {part: value for part, value in call.key.parts.items() if part != "profiles"}
         candidates = []
-        for manifest in stored_manifests(self.store, Kind.ENGINE):
+        for manifest in stored_manifests(self._store_for(call), Kind.ENGINE):
             parts = dict(manifest.parts)
             stored = tuple(ShapeProfile.from_json(profile) for profile in parts.pop("profiles", ()))
             if parts == wanted and stored and covers_all(stored, call.profiles):
@@ -757,7 +792,7 @@ class EngineManager:
         stored_timing, timings_key = None, None
         if self.builder.capabilities.timing_cache:
             timings_key = timing_key(flavour=self.builder.flavour, version=self.builder.version(), target=call.target)
-            stored_timing = timing.load(self.store, timings_key, self._events)
+            stored_timing = timing.load(self._store_for(call), timings_key, self._events)
         started_at = time.time()
         with call.stage("build"):
             output = self._build(call, None if stored_timing is None else stored_timing.data)
@@ -770,7 +805,7 @@ class EngineManager:
             engine = self._publish(call, manifest, plan)
             if timings_key is not None and output.timing is not None:
                 timing.publish(
-                    self.store,
+                    self._store_for(call),
                     timings_key,
                     self.builder,
                     output.timing,
@@ -907,7 +942,7 @@ class EngineManager:
     def _publish(self, call: _Call, manifest: Manifest, plan: memoryview) -> Engine:
         key = call.key
         try:
-            current = self.store.publish(manifest, {_ROLE: plan}, replacing=self._to_replace(call))
+            current = self._store_for(call).publish(manifest, {_ROLE: plan}, replacing=self._to_replace(call))
             if current != manifest:
                 # Somebody built the same without seeing our lock. Theirs stays, and everybody uses one plan.
                 self._events.emit(EventKind.PUBLISH_LOST, key=key.digest, label=call.label)
@@ -937,6 +972,7 @@ class EngineManager:
             engine.stored, engine.publish_error = False, StoreError(error.message, store=self.store.url)
             return engine
         self._events.emit(EventKind.PUBLISHED, key=key.digest, label=call.label)
+        self._churn.built(manifest)
         return self._engine(call, key, manifest, Payload(plan), Outcome.BUILT)
 
     def _to_replace(self, call: _Call) -> Manifest | None:
@@ -1055,6 +1091,6 @@ def _derive(
 
 def _warm_elsewhere(recipe: Sequence[Any], request: EngineRequest) -> WarmRow:
     """One row of `warm` in a worker process, with a manager of its own over the same store."""
-    store, builder, target, policy = recipe
-    with EngineManager(store, builder=builder, target=target, policy=policy) as manager:
+    store, builder, target, policy, signer, keyring = recipe
+    with EngineManager(store, builder=builder, target=target, policy=policy, signer=signer, keyring=keyring) as manager:
         return manager._warm_row(request)

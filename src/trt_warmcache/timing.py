@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from trt_warmcache import manifest as manifests
 from trt_warmcache.builders import EngineBuilder
-from trt_warmcache.errors import BuildError, ConfigError, IntegrityError, StoreError
+from trt_warmcache.errors import BuildError, ConfigError, IntegrityError, StoreError, UntrustedError
 from trt_warmcache.events import EventKind, Events
 from trt_warmcache.keys import TimingKey
 from trt_warmcache.manifest import Labels, Manifest, Provenance
@@ -53,6 +53,9 @@ def load(store: Store, key: TimingKey, events: Events) -> StoredTiming | None:
             store.quarantine(key.kind, key.digest, error)
         except StoreError as denied:
             events.emit(EventKind.STORE_ERROR, key=key.digest, reason=denied.reason.value, text=denied.message)
+        return None
+    except UntrustedError as error:
+        events.emit(EventKind.TIMING_DROPPED, key=key.digest, label=key.name, reason="untrusted", text=error.message)
         return None
     except StoreError as error:
         events.emit(

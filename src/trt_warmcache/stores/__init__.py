@@ -11,12 +11,18 @@ from trt_warmcache.stores._base import (
     Store,
     StoreCapabilities,
 )
+from trt_warmcache.stores._forward import ForwardingStore
+from trt_warmcache.stores._layered import Layer, LayerCounters, LayeredStore, WriteTo
 from trt_warmcache.stores._local import LocalStore
 from trt_warmcache.stores._memory import MemoryStore
 from trt_warmcache.stores._open import open_store
 
 __all__ = [
     "EntryInfo",
+    "ForwardingStore",
+    "Layer",
+    "LayerCounters",
+    "LayeredStore",
     "LocalStore",
     "Lock",
     "LockScope",
@@ -25,5 +31,6 @@ __all__ = [
     "Payload",
     "Store",
     "StoreCapabilities",
+    "WriteTo",
     "open_store",
 ]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import blake3
 
@@ -28,6 +28,9 @@ from trt_warmcache import manifest as manifests
 from trt_warmcache.errors import IntegrityError, StoreError, StoreReason
 from trt_warmcache.keys import Kind
 from trt_warmcache.manifest import BlobRef, Manifest
+
+if TYPE_CHECKING:
+    from trt_warmcache.events import Events
 
 __all__ = [
     "LAYOUT",
@@ -142,9 +145,13 @@ class Store(ABC):
 
     Attributes:
         url: Where it is, for people and logs; never with credentials.
+        local: In memory or on this machine: calls need no deadline.
+        verifies: Every manifest that it returns carries a signature that was verified.
     """
 
     url: str
+    local: bool = False
+    verifies: bool = False
 
     # ---- primitives -------------------------------------------------------------------------------------------
 
@@ -226,6 +233,17 @@ class Store(ABC):
     def lock(self, name: str) -> Lock | None:
         """A lock for one key, or None where the store has none."""
         return None
+
+    def in_use(self, ref: BlobRef) -> bool:
+        """Whether some process of this machine has the blob mapped, as far as can be told."""
+        return False
+
+    def temporaries(self) -> Iterator[ObjectInfo]:
+        """Unfinished objects of writers at work or dead; :meth:`list` does not show them."""
+        return iter(())
+
+    def bind(self, events: Events) -> None:  # noqa: B027  most stores have nothing to tell
+        """Send events there."""
 
     def close(self) -> None:  # noqa: B027  most stores hold nothing
         """Release threads, connections and locks. Idempotent."""

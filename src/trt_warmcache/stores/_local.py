@@ -7,6 +7,7 @@ What this module owes to the failures of other caches: it never goes through fss
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -66,6 +67,8 @@ class LocalStore(Store):
         read_only: Never try to write, delete or lock.
     """
 
+    local = True
+
     def __init__(
         self, root: str | os.PathLike[str], *, memo: DigestMemo | None = None, read_only: bool = False
     ) -> None:
@@ -122,6 +125,7 @@ class LocalStore(Store):
             # Verified and mapped from one open file: what was checked is what is handed out, whatever happens to
             # the name meanwhile.
             mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+            _mark_in_use(fd)
             status = os.fstat(fd)
         except OSError as error:
             raise self._error(error, f"map {name}") from error
@@ -142,6 +146,27 @@ class LocalStore(Store):
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         yield from self._walk(self._base / prefix, prefix.rstrip("/"))
+
+    def in_use(self, ref: BlobRef) -> bool:
+        opened = self._open(blob_name(ref))
+        if opened is None:
+            return False
+        try:
+            fcntl.flock(opened[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno in {errno.EWOULDBLOCK, errno.EACCES}
+        finally:
+            os.close(opened[0])
+        return False
+
+    def temporaries(self) -> Iterator[ObjectInfo]:
+        for folder, _, files in os.walk(self._base):
+            for file in files:
+                if file.startswith(".tmp-"):
+                    path = Path(folder, file)
+                    with suppress(FileNotFoundError):
+                        status = path.stat()
+                        yield ObjectInfo(path.relative_to(self._base).as_posix(), status.st_size, status.st_mtime)
 
     def _walk(self, folder: Path, name: str) -> Iterator[ObjectInfo]:
         try:
@@ -384,6 +409,15 @@ def _unmap(view: memoryview, mapped: mmap.mmap) -> None:
     except BufferError:
         # The caller still holds views (a numpy array over the plan, say); the map goes when the last of them goes.
         log.debug("plan still in use, left mapped")
+
+
+def _mark_in_use(fd: int) -> None:
+    """Show housekeeping that a file is mapped: a shared kernel lock, which needs no write and dies with the map.
+
+    The map keeps a duplicate of the descriptor, and a lock belongs to the open file behind both.
+    """
+    with suppress(OSError):  # no locks here, or the file is being removed this moment; the map stays good either way
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def _writable(path: Path) -> bool:
