@@ -18,7 +18,7 @@ from trt_warmcache._version import __version__
 if TYPE_CHECKING:
     from trt_warmcache.builders import BuilderCapabilities, BuildInputs, BuildOutput, EngineBuilder, Progress
     from trt_warmcache.calibration import CalibrationTables, StoredTable
-    from trt_warmcache.calibration_data import Calibration, CalibrationAlgorithm, QdqOptions
+    from trt_warmcache.calibration_data import Calibration, CalibrationAlgorithm, CalibrationRunner, QdqOptions
     from trt_warmcache.calibration_table import CalibrationTable, read_table
     from trt_warmcache.engine import Engine, Outcome
     from trt_warmcache.errors import (
@@ -71,6 +71,7 @@ __all__ = [
     "Calibration",
     "CalibrationAlgorithm",
     "CalibrationKey",
+    "CalibrationRunner",
     "CalibrationTable",
     "CalibrationTables",
     "ConfigError",
@@ -136,6 +137,7 @@ _HOME = {
     "StoredTable": "trt_warmcache.calibration",
     "Calibration": "trt_warmcache.calibration_data",
     "CalibrationAlgorithm": "trt_warmcache.calibration_data",
+    "CalibrationRunner": "trt_warmcache.calibration_data",
     "QdqOptions": "trt_warmcache.calibration_data",
     "CalibrationTable": "trt_warmcache.calibration_table",
     "read_table": "trt_warmcache.calibration_table",

@@ -18,6 +18,7 @@ import click
 
 from trt_warmcache import cli_fleet
 from trt_warmcache._version import __version__
+from trt_warmcache.cli_calibration import calib, calibrate, request_calibration, request_options
 from trt_warmcache.cli_common import (
     date_text,
     find_entry,
@@ -131,7 +132,7 @@ def _request_options(command: _F) -> _F:
         )
     ):
         command = option(command)
-    return command
+    return request_options(command)
 
 
 def _fields(given: dict[str, Any]) -> dict[str, Any]:
@@ -144,6 +145,7 @@ def _fields(given: dict[str, Any]) -> dict[str, Any]:
         "name": given["name"],
         "version": given["model_version"],
         "recipe": given["recipe"],
+        "calibration": request_calibration(given),
     }
 
 
@@ -164,6 +166,10 @@ def _manager(given: dict[str, Any], **more: Any) -> EngineManager:
         target=Target(compute_capabilities=given["capabilities"]) if given["capabilities"] else None,
         **more,
     )
+
+
+main.add_command(calibrate)
+main.add_command(calib)
 
 
 # ---- commands ---------------------------------------------------------------------------------------------------
@@ -224,9 +230,10 @@ def _write_files(store: Store, engine: Engine, folder: Path) -> list[Path]:
 @_request_options
 @json_option
 def key(*, as_json: bool, **given: Any) -> None:
-    """Print the key of MODEL's engine; the store is not touched."""
-    with _manager({**given, "stores": ("memory://",)}) as manager:
-        found = manager.key(given["model"], **_fields(given))
+    """Print the key of MODEL's engine; the store is not touched, but for the table of a calibration."""
+    fields = _fields(given)
+    with _manager({**given, "stores": () if fields["calibration"] else ("memory://",)}) as manager:
+        found = manager.key(given["model"], **fields)
     if as_json:
         click.echo(json.dumps({"digest": found.digest, "name": found.name, "parts": dict(found.parts)}))
     else:

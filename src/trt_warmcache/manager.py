@@ -24,7 +24,15 @@ from typing import Any, Literal
 
 from trt_warmcache import manifest as manifests
 from trt_warmcache._version import __version__
-from trt_warmcache.builders import BuildInputs, BuildOutput, EngineBuilder, Progress, isolated, select_builder
+from trt_warmcache.builders import (
+    BuildInputs,
+    BuildOutput,
+    CalibrationRun,
+    EngineBuilder,
+    Progress,
+    isolated,
+    select_builder,
+)
 from trt_warmcache.calibration import CalibrationTables, Limits, StoredTable, bytes_for_builder, quantized, route
 from trt_warmcache.calibration_data import Calibration, QdqOptions
 from trt_warmcache.calibration_table import CalibrationTable
@@ -459,9 +467,7 @@ class EngineManager:
         table, qdq = None, None
         if request.calibration is not None:
             takes = builder.capabilities.calibration_table
-            options, qdq = route(
-                options, request.calibration, flavour=builder.flavour, version=version, takes_tables=takes
-            )
+            options, qdq = route(options, request.calibration, takes_tables=takes)
             try:
                 table = self._table(request, source, target, options, deadline, make=tables == "make")
             except MissError:
@@ -511,8 +517,23 @@ class EngineManager:
             if self._closed:
                 raise BuildError("The manager was closed during a calibration.")
 
+        def on_gpu(run: CalibrationRun) -> CalibrationTable | None:
+            inputs = BuildInputs(
+                model=source,
+                network_name="calibration",
+                profiles=validate_profiles(request.profiles, source.summary),
+                options=options,
+                target=target,
+                calibration=run,
+                plugins=request.plugins,
+                checkpoint=checkpoint,
+            )
+            table: CalibrationTable | None = self.builder.calibrate(inputs)  # type: ignore[attr-defined]
+            return table
+
         assert request.calibration is not None
-        return self.tables.get(
+        able = self.builder.capabilities.calibration_table and hasattr(self.builder, "calibrate")
+        return self._tables_for(policy).get(
             source,
             request.calibration,
             name=request.name,
@@ -520,6 +541,7 @@ class EngineManager:
             target=target,
             degrade=policy.store_errors is StoreErrors.DEGRADE,
             limits=Limits(wait_seconds, policy.slow_build_seconds, checkpoint),
+            tensorrt=on_gpu if able else None,
             before=lambda: self.builder.check(options, target),
             **how,
         )
@@ -556,6 +578,12 @@ class EngineManager:
     def _store_for(self, call: _Call) -> Store:
         """The store as this call's policy wants to see it."""
         return self._strict_store() if call.policy.trust is Trust.SIGNED else self.store
+
+    def _tables_for(self, policy: Policy) -> CalibrationTables:
+        """The tables as a request's policy wants to see them."""
+        if policy.trust is not Trust.SIGNED or self.store is self._strict:
+            return self.tables
+        return CalibrationTables(self._strict_store(), memo=self._memo, events=self._events)
 
     # ---- looking ----------------------------------------------------------------------------------------------
 
