@@ -51,3 +51,20 @@ def run_python(code: str, *arguments: Any, env: dict[str, str] | None = None, ti
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_together(codes: list[str], *arguments: Any, timeout: float = 120) -> list[str]:
+    """Run several pieces of code at once, each in its own interpreter; their standard outputs, in order."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for code in codes
+    ]
+    outputs = [child.communicate(timeout=timeout) for child in started]
+    for child, (_, errors) in zip(started, outputs, strict=True):
+        assert child.returncode == 0, errors
+    return [output for output, _ in outputs]

@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from trt_warmcache import timing as timings
-from trt_warmcache._cli_common import find_manifest, human_bytes, human_date, json_option, store_option, stores_of
 from trt_warmcache.builders import EngineBuilder, TimingEntry, select_builder
+from trt_warmcache.cli_common import date_text, find_entry, json_option, size_text, store_argument, store_option
 from trt_warmcache.errors import BuildError, ConfigError
 from trt_warmcache.events import Events
 from trt_warmcache.explain import stored_manifests
@@ -32,7 +32,7 @@ def timing() -> None:
 @json_option
 def list_caches(*, stores: tuple[str, ...], as_json: bool) -> None:
     """List the stored timing caches."""
-    with open_store(stores_of(stores)) as store:
+    with open_store(store_argument(stores)) as store:
         found = list(stored_manifests(store, Kind.TIMING))
     if as_json:
         click.echo(json.dumps([_summary(manifest) for manifest in found]))
@@ -40,7 +40,7 @@ def list_caches(*, stores: tuple[str, ...], as_json: bool) -> None:
     for manifest in found:
         parts = manifest.parts
         click.echo(
-            f"{manifest.key[:12]}  {human_bytes(manifest.size):>10}  {human_date(manifest.provenance.created)}  "
+            f"{manifest.key[:12]}  {size_text(manifest.size):>10}  {date_text(manifest.provenance.created)}  "
             f"TensorRT {parts['builder.version']}  {parts.get('target.gpu') or '-'}  driver {parts.get('target.driver') or '-'}  "
             f"{parts.get('scope') or 'all models'}"
         )
@@ -54,8 +54,8 @@ def list_caches(*, stores: tuple[str, ...], as_json: bool) -> None:
 @click.option("--entries", is_flag=True, help="List keys, tactics and times: needs TensorRT 10.8 or later and the GPU.")
 def show(*, key_or_name: str, stores: tuple[str, ...], as_json: bool, entries: bool) -> None:
     """Show one timing cache: its KEY (or the beginning of it) or its name."""
-    with open_store(stores_of(stores)) as store:
-        manifest = find_manifest(store, key_or_name, (Kind.TIMING,))
+    with open_store(store_argument(stores)) as store:
+        manifest = find_entry(store, key_or_name, (Kind.TIMING,))
         listed: tuple[TimingEntry, ...] = ()
         if entries:
             with_payload = store.fetch(manifest.blob("timing"), rehash=True)
@@ -81,8 +81,8 @@ def show(*, key_or_name: str, stores: tuple[str, ...], as_json: bool, entries: b
 def merge(*, key_or_name: str, files: tuple[Path, ...], stores: tuple[str, ...], as_json: bool) -> None:
     """Merge FILES, timing caches of the same GPU model and versions, into a stored one."""
     events = Events()
-    with open_store(stores_of(stores)) as store:
-        manifest = find_manifest(store, key_or_name, (Kind.TIMING,))
+    with open_store(store_argument(stores)) as store:
+        manifest = find_entry(store, key_or_name, (Kind.TIMING,))
         before = manifest.size
         for file in files:
             try:
@@ -92,7 +92,7 @@ def merge(*, key_or_name: str, files: tuple[Path, ...], stores: tuple[str, ...],
     if as_json:
         click.echo(json.dumps({**_summary(manifest), "before": before}))
     else:
-        click.echo(f"{manifest.key[:12]}: {human_bytes(before)} before, {human_bytes(manifest.size)} now")
+        click.echo(f"{manifest.key[:12]}: {size_text(before)} before, {size_text(manifest.size)} now")
 
 
 @timing.command()
@@ -102,8 +102,8 @@ def merge(*, key_or_name: str, files: tuple[Path, ...], stores: tuple[str, ...],
 @json_option
 def export(*, key_or_name: str, folder: Path, stores: tuple[str, ...], as_json: bool) -> None:
     """Write a timing cache to FOLDER as a .cache file, which trtexec --timingCacheFile reads too."""
-    with open_store(stores_of(stores)) as store:
-        manifest = find_manifest(store, key_or_name, (Kind.TIMING,))
+    with open_store(store_argument(stores)) as store:
+        manifest = find_entry(store, key_or_name, (Kind.TIMING,))
         path = export_entry(store, manifest, folder, Path(file_names([manifest])[manifest.key]).stem + ".cache")
     click.echo(json.dumps({"file": os.fspath(path)}) if as_json else f"wrote {path}")
 

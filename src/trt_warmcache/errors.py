@@ -149,7 +149,15 @@ class IntegrityError(WarmCacheError):
 
 
 class UntrustedError(WarmCacheError):
-    """The policy asks for a signature that is missing, wrong, or made for another key."""
+    """The policy asks for a signature that is missing, wrong, or made for another key.
+
+    Attributes:
+        name: The manifest inside the store.
+        reason: ``unsigned``, ``wrong-signature``, ``unknown-key``, ``revoked`` or ``rebound``.
+    """
+
+    name: str = ""
+    reason: str = "unsigned"
 
 
 class IncompatibleError(WarmCacheError):

@@ -36,6 +36,8 @@ class EventKind(str, Enum):
     QUARANTINED = "quarantined"
     STORE_ERROR = "store_error"
     LOCK_UNAVAILABLE = "lock_unavailable"
+    LAYER_DOWN = "layer_down"
+    LEASE_LOST = "lease_lost"
     INEFFECTIVE = "ineffective"
     SUSPECT = "suspect"
     TIMING_DROPPED = "timing_dropped"
@@ -86,6 +88,8 @@ _LEVELS = {
     EventKind.QUARANTINED: logging.WARNING,
     EventKind.STORE_ERROR: logging.WARNING,
     EventKind.LOCK_UNAVAILABLE: logging.WARNING,
+    EventKind.LAYER_DOWN: logging.WARNING,
+    EventKind.LEASE_LOST: logging.WARNING,
     EventKind.BUILD_SLOW: logging.WARNING,
     EventKind.BUILD_FAILED: logging.WARNING,
     EventKind.INEFFECTIVE: logging.WARNING,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from trt_warmcache.errors import IntegrityError
+from trt_warmcache.errors import IntegrityError, UntrustedError
 from trt_warmcache.keys import KEY_SCHEMA, Difference, EngineKey, Kind, differences
 from trt_warmcache.manifest import Manifest
 from trt_warmcache.profiles import ShapeProfile, profile_gaps
@@ -115,7 +115,7 @@ def explain(store: Store, key: EngineKey, *, limit: int = 3) -> Explanation:
     try:
         if store.manifest(key.kind, key.digest) is not None:
             return Explanation(hit=True, key=key, store=store.url)
-    except IntegrityError as error:
+    except (IntegrityError, UntrustedError) as error:
         damaged = error.message
     found = list(stored_manifests(store, key.kind))
     best = heapq.nsmallest(limit, found, key=lambda manifest: (_distance(key, manifest), manifest.key))
@@ -124,11 +124,11 @@ def explain(store: Store, key: EngineKey, *, limit: int = 3) -> Explanation:
 
 
 def stored_manifests(store: Store, kind: Kind) -> Iterable[Manifest]:
-    """All readable manifests of a kind; damaged ones, and those that vanish meanwhile, are passed over."""
+    """All readable manifests of a kind; damaged and untrusted ones, and those that vanish meanwhile, are passed over."""
     for entry in store.entries(kind):
         try:
             manifest = store.manifest(kind, entry.digest)
-        except IntegrityError:
+        except (IntegrityError, UntrustedError):
             continue
         if manifest is not None:
             yield manifest

@@ -27,6 +27,7 @@ from trt_warmcache._version import __version__
 from trt_warmcache.builders import (
     BuildInputs,
     BuildOutput,
+    CalibrationRun,
     EngineBuilder,
     LoadNeeds,
     Progress,
@@ -36,6 +37,7 @@ from trt_warmcache.builders import (
 from trt_warmcache.calibration import CalibrationTables, Limits, StoredTable, bytes_for_builder, quantized, route
 from trt_warmcache.calibration_data import Calibration, QdqOptions
 from trt_warmcache.calibration_table import CalibrationTable
+from trt_warmcache.churn import ChurnWatch
 from trt_warmcache.engine import Engine, Outcome
 from trt_warmcache.errors import (
     BuildError,
@@ -56,7 +58,7 @@ from trt_warmcache.manifest import Labels, Manifest, Provenance
 from trt_warmcache.memo import DigestMemo, default_memo_folder
 from trt_warmcache.model import ModelSource, ModelSummary, file_digest
 from trt_warmcache.options import BuildOptions, HardwareCompatibility, RefitMode
-from trt_warmcache.policy import Cover, OnMiss, OnSuspect, OnWait, Policy, Rung, StoreErrors
+from trt_warmcache.policy import Cover, OnMiss, OnSuspect, OnWait, Policy, Rung, StoreErrors, Trust
 from trt_warmcache.profiles import ShapeProfile, cover_size, covers_all, validate_profiles
 from trt_warmcache.request import EngineRequest, as_request
 from trt_warmcache.runtime_cache import RuntimeCache
@@ -66,6 +68,8 @@ from trt_warmcache.stores import Lock, Payload, Store, open_store
 from trt_warmcache.stores._local import LockUnavailable
 from trt_warmcache.target import Target
 from trt_warmcache.timing import TimingSession
+from trt_warmcache.trust import Keyring, Signer, secured
+from trt_warmcache.uses import UseLog
 from trt_warmcache.warm import WarmReport, WarmRow
 
 __all__ = ["EngineManager"]
@@ -141,6 +145,8 @@ class EngineManager:
         hooks: Called with every :class:`~trt_warmcache.Event`.
         memo: Remembers digests of unchanged files, so that a model is not hashed at every start. None keeps them in
             the user's cache folder (``$XDG_CACHE_HOME/trt_warmcache/digests``).
+        signer: Signs every manifest published; see :mod:`trt_warmcache.trust`.
+        keyring: Keys whose signatures count where the policy says ``trust="signed"``; the signer's own among them.
 
     Attributes:
         store: The store, or all layers as one.
@@ -159,6 +165,8 @@ class EngineManager:
         policy: Policy | None = None,
         hooks: Iterable[Hook] = (),
         memo: DigestMemo | None = None,
+        signer: Signer | None = None,
+        keyring: Keyring | None = None,
     ) -> None:
         if target is not None and not isinstance(target, Target):
             raise ConfigError(f"target must be a Target, not {target!r}.")
@@ -178,8 +186,17 @@ class EngineManager:
         self._memo = (
             memo if memo is not None else DigestMemo(default_memo_folder(os.environ), strict=self.policy.rehash)
         )
-        self._events = Events(hooks)
-        self.store: Store = open_store(store, memo=self._memo)
+        self._uses = UseLog(None if self._memo.folder is None else self._memo.folder / "uses")
+        self._events = Events((*hooks, self._uses))
+        self._churn = ChurnWatch(self._events)
+        opened = open_store(store, memo=self._memo)
+        opened.bind(self._events)
+        self._keys = (signer, keyring)
+        #: The store with nothing believed that is not signed; None where no key is trusted.
+        self._strict = None if keyring is None else secured(opened, signer=signer, keyring=keyring)
+        self.store: Store = (
+            self._strict_store() if self.policy.trust is Trust.SIGNED else secured(opened, signer=signer)
+        )
         self.tables = CalibrationTables(self.store, memo=self._memo, events=self._events)
         self._owns_store = not isinstance(store, Store)
         self._target = target
@@ -193,6 +210,7 @@ class EngineManager:
         self._pending: dict[str, Future[Engine]] = {}
         #: Engines that were rejected after this process had built them; building them again would change nothing.
         self._rejected: dict[str, str] = {}
+        self._drift_checked: set[tuple[str, Any]] = set()
         self._closed = False
         self._lockless_told = False
 
@@ -340,7 +358,7 @@ class EngineManager:
                 (
                     pool.submit(self._warm_row, request)
                     if local
-                    else pool.submit(_warm_elsewhere, self._recipe[:4], request)
+                    else pool.submit(_warm_elsewhere, (*self._recipe[:4], *self._keys), request)
                 ): number
                 for number, request in enumerate(asked)
             }
@@ -427,6 +445,7 @@ class EngineManager:
             background.shutdown(wait=True, cancel_futures=True)
         for engine in list(self._engines):
             engine.close()
+        self._uses.flush()
         if self._owns_store:
             self.store.close()
 
@@ -459,6 +478,8 @@ class EngineManager:
         started = time.perf_counter()
         deadline = None if request.timeout is None else time.monotonic() + request.timeout
         policy = request.policy or self.policy
+        if policy.trust is not self.policy.trust and request.calibration is not None:
+            raise ConfigError("With a calibration, set trust on the manager's own policy: tables come from its store.")
         options = request.options or _DEFAULT_OPTIONS
         builder = self.builder
         source = ModelSource.open(request.model, memo=self._memo)
@@ -470,9 +491,7 @@ class EngineManager:
         table, qdq = None, None
         if request.calibration is not None:
             takes = builder.capabilities.calibration_table
-            options, qdq = route(
-                options, request.calibration, flavour=builder.flavour, version=version, takes_tables=takes
-            )
+            options, qdq = route(options, request.calibration, takes_tables=takes)
             try:
                 table = self._table(request, source, target, options, deadline, make=tables == "make")
             except MissError:
@@ -522,8 +541,23 @@ class EngineManager:
             if self._closed:
                 raise BuildError("The manager was closed during a calibration.")
 
+        def on_gpu(run: CalibrationRun) -> CalibrationTable | None:
+            inputs = BuildInputs(
+                model=source,
+                network_name="calibration",
+                profiles=validate_profiles(request.profiles, source.summary),
+                options=options,
+                target=target,
+                calibration=run,
+                plugins=request.plugins,
+                checkpoint=checkpoint,
+            )
+            table: CalibrationTable | None = self.builder.calibrate(inputs)  # type: ignore[attr-defined]
+            return table
+
         assert request.calibration is not None
-        return self.tables.get(
+        able = self.builder.capabilities.calibration_table and hasattr(self.builder, "calibrate")
+        return self._tables_for(policy).get(
             source,
             request.calibration,
             name=request.name,
@@ -531,6 +565,7 @@ class EngineManager:
             target=target,
             degrade=policy.store_errors is StoreErrors.DEGRADE,
             limits=Limits(wait_seconds, policy.slow_build_seconds, checkpoint),
+            tensorrt=on_gpu if able else None,
             before=lambda: self.builder.check(options, target),
             **how,
         )
@@ -557,6 +592,23 @@ class EngineManager:
                 )
         return target
 
+    def _strict_store(self) -> Store:
+        if self._strict is None:
+            raise ConfigError(
+                "Policy(trust='signed') needs the keys to trust: EngineManager(..., keyring=Keyring([...]))."
+            )
+        return self._strict
+
+    def _store_for(self, call: _Call) -> Store:
+        """The store as this call's policy wants to see it."""
+        return self._strict_store() if call.policy.trust is Trust.SIGNED else self.store
+
+    def _tables_for(self, policy: Policy) -> CalibrationTables:
+        """The tables as a request's policy wants to see them."""
+        if policy.trust is not Trust.SIGNED or self.store is self._strict:
+            return self.tables
+        return CalibrationTables(self._strict_store(), memo=self._memo, events=self._events)
+
     # ---- looking ----------------------------------------------------------------------------------------------
 
     def _find(self, call: _Call) -> Engine | None:
@@ -579,7 +631,7 @@ class EngineManager:
         kind, digest = call.key.kind, call.key.digest
         started = time.perf_counter()
         try:
-            manifest = self.store.manifest(kind, digest)
+            manifest = self._store_for(call).manifest(kind, digest)
             looked = time.perf_counter()
             call.timings["lookup"] = call.timings.get("lookup", 0.0) + looked - started
             if manifest is None:
@@ -600,9 +652,18 @@ class EngineManager:
             return None
         call.timings["verify"] = time.perf_counter() - looked
         self._events.emit(EventKind(outcome.value), key=digest, label=call.label)
-        for text in drift(manifest, call.options, call.request.configure):
-            self._events.emit(EventKind.DRIFT, key=digest, label=call.label, text=f"{call.label}: {text}")
+        self._churn.hit(manifest)
+        self._tell_drift(call, manifest)
         return engine
+
+    def _tell_drift(self, call: _Call, manifest: Manifest) -> None:
+        """Report drift of an entry, once for each hook it is asked with."""
+        asked = (manifest.key, call.request.configure)
+        if asked in self._drift_checked:
+            return
+        self._drift_checked.add(asked)
+        for text in drift(manifest, call.options, call.request.configure):
+            self._events.emit(EventKind.DRIFT, key=manifest.key, label=call.label, text=f"{call.label}: {text}")
 
     def _open(
         self, call: _Call, key: EngineKey, manifest: Manifest, outcome: Outcome, *, older: bool = False
@@ -636,12 +697,12 @@ class EngineManager:
         """A stored engine of a rung that the policy allows; see :mod:`trt_warmcache.ladder`."""
         allowed = [Rung(rung) for rung in call.policy.ladder]
         for step in exact_steps(call.key.parts, call.target, allowed):
-            manifest = self.store.manifest(Kind.ENGINE, step.digest)
+            manifest = self._store_for(call).manifest(Kind.ENGINE, step.digest)
             engine = None if manifest is None else self._open_step(call, step, manifest)
             if engine is not None:
                 return engine
         if Rung.VERSION_COMPATIBLE in allowed:
-            stored = stored_manifests(self.store, Kind.ENGINE)
+            stored = stored_manifests(self._store_for(call), Kind.ENGINE)
             for step, manifest in older_versions(call.key.parts, call.target, allowed, stored):
                 engine = self._open_step(call, step, manifest, older=True)
                 if engine is not None:
@@ -662,7 +723,7 @@ class EngineManager:
     def _look_wider(self, call: _Call) -> Engine | None:
         wanted = {part: value for part, value in call.key.parts.items() if part != "profiles"}
         candidates = []
-        for manifest in stored_manifests(self.store, Kind.ENGINE):
+        for manifest in stored_manifests(self._store_for(call), Kind.ENGINE):
             parts = dict(manifest.parts)
             stored = tuple(ShapeProfile.from_json(profile) for profile in parts.pop("profiles", ()))
             if parts == wanted and stored and covers_all(stored, call.profiles):
@@ -809,9 +870,14 @@ class EngineManager:
 
     def _build_and_publish(self, call: _Call) -> Engine:
         timing = TimingSession.begin(
-            self.store, self.builder, call.target, call.options, model_name=call.labels().name, events=self._events
+            self._store_for(call),
+            self.builder,
+            call.target,
+            call.options,
+            model_name=call.labels().name,
+            events=self._events,
         )
-        history = History.of(self.store, call.key)
+        history = History.of(self._store_for(call), call.key)
         started_at = time.time()
         with call.stage("build"):
             output = self._build(call, timing.blob, history)
@@ -995,7 +1061,7 @@ class EngineManager:
     def _publish(self, call: _Call, manifest: Manifest, plan: memoryview) -> Engine:
         key = call.key
         try:
-            current = self.store.publish(manifest, {_ROLE: plan}, replacing=self._to_replace(call))
+            current = self._store_for(call).publish(manifest, {_ROLE: plan}, replacing=self._to_replace(call))
             if current != manifest:
                 # Somebody built the same without seeing our lock. Theirs stays, and everybody uses one plan.
                 self._events.emit(EventKind.PUBLISH_LOST, key=key.digest, label=call.label)
@@ -1025,13 +1091,14 @@ class EngineManager:
             engine.stored, engine.publish_error = False, StoreError(error.message, store=self.store.url)
             return engine
         self._events.emit(EventKind.PUBLISHED, key=key.digest, label=call.label)
+        self._churn.built(manifest)
         return self._engine(call, key, manifest, Payload(plan), Outcome.BUILT)
 
     def _to_replace(self, call: _Call) -> Manifest | None:
         if not call.policy.refresh:
             return None
         try:
-            return self.store.manifest(call.key.kind, call.key.digest)
+            return self._store_for(call).manifest(call.key.kind, call.key.digest)
         except IntegrityError as error:
             self._quarantine(call, call.key.kind, call.key.digest, error)
             return None
@@ -1168,6 +1235,6 @@ def _derive(
 
 def _warm_elsewhere(recipe: Sequence[Any], request: EngineRequest) -> WarmRow:
     """One row of `warm` in a worker process, with a manager of its own over the same store."""
-    store, builder, target, policy = recipe
-    with EngineManager(store, builder=builder, target=target, policy=policy) as manager:
+    store, builder, target, policy, signer, keyring = recipe
+    with EngineManager(store, builder=builder, target=target, policy=policy, signer=signer, keyring=keyring) as manager:
         return manager._warm_row(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-__all__ = ["MAX_NAME_BYTES", "readable_name", "with_digest"]
+__all__ = ["MAX_NAME_BYTES", "readable_name", "size_text", "with_digest"]
 
 #: Longest file name, extension included; most file systems allow 255 bytes, some layers on top need a few.
 MAX_NAME_BYTES = 200
@@ -41,3 +41,12 @@ def _safe(text: str) -> str:
 
 def _portable(name: str) -> str:
     return f"x-{name}" if _WINDOWS_DEVICES.fullmatch(name) else name
+
+
+def size_text(size: float) -> str:
+    """A number of bytes for people, in decimal units: ``604.2 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            break
+        size /= 1000
+    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from trt_warmcache.errors import BuildTimeout, WarmCacheError
 
@@ -33,6 +33,14 @@ class TryLock(Protocol):
 
     def owner(self) -> str:
         """Who holds it, for log lines."""
+
+
+@runtime_checkable
+class Abandonable(Protocol):
+    """A lock taken in several steps, which can be left half-way."""
+
+    def abandon(self) -> None:
+        """Stop waiting for it."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,17 @@ def acquire_or_find(lock: TryLock, look: Callable[[], _T | None], limits: WaitLi
     Raises:
         BuildTimeout: Neither happened within the limit.
     """
+    acquired = False
+    try:
+        found = _acquire_or_find(lock, look, limits)
+        acquired = found is None
+        return found
+    finally:
+        if not acquired and isinstance(lock, Abandonable):
+            lock.abandon()
+
+
+def _acquire_or_find(lock: TryLock, look: Callable[[], _T | None], limits: WaitLimits) -> _T | None:
     started = limits.clock()
     pause, reported = _FIRST_PAUSE, 0.0
     while True:

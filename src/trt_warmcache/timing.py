@@ -15,7 +15,7 @@ import msgspec
 from trt_warmcache import manifest as manifests
 from trt_warmcache._version import __version__
 from trt_warmcache.builders import BuildOutput, EngineBuilder
-from trt_warmcache.errors import BuildError, ConfigError, IntegrityError, MissError, StoreError
+from trt_warmcache.errors import BuildError, ConfigError, IntegrityError, MissError, StoreError, UntrustedError
 from trt_warmcache.events import EventKind, Events
 from trt_warmcache.keys import Key, Kind, TimingKey, timing_key
 from trt_warmcache.manifest import Labels, Manifest, Provenance
@@ -148,6 +148,9 @@ def load(store: Store, key: Key, events: Events) -> StoredTiming | None:
         payload = store.fetch(manifest.blob(_ROLE), rehash=True)
     except IntegrityError as error:
         _set_aside(store, key, error, events, reason="damaged")
+        return None
+    except UntrustedError as error:
+        events.emit(EventKind.TIMING_DROPPED, key=key.digest, label=key.name, reason="untrusted", text=error.message)
         return None
     except StoreError as error:
         events.emit(

@@ -13,6 +13,7 @@ import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ class NvInferBuilder:
     def _extra(self) -> str:
         return "rtx" if self.flavour == "tensorrt_rtx" else "tensorrt"
 
-    @property
+    @cached_property
     def _numbers(self) -> tuple[int, ...]:
         return tuple(int(part) for part in self.version().split(".") if part.isdigit())
 
@@ -206,6 +207,7 @@ class NvInferBuilder:
                     inputs.checkpoint()
                     serialized = builder.build_serialized_network(network, config)
             del parser
+        self._finish_calibration(calibrator, inputs, built=serialized is not None)
         if monitor is not None and monitor.stopped is not None:
             raise monitor.stopped
         self._check_extras(inputs, extras)
@@ -215,7 +217,6 @@ class NvInferBuilder:
                 + messages.reason("it gave no reason; enable debug logging of trt_warmcache.tensorrt and build again."),
                 log=tuple(messages.tail),
             )
-        self._finish_calibration(calibrator)
         # The bindings claim item format 'f' with size 1 for this buffer on every version; as bytes it is right.
         plan = memoryview(serialized).cast("B")
         self._check_built(plan)
@@ -299,8 +300,8 @@ class NvInferBuilder:
             raise ConfigError(f"{self.flavour} {self.version()} takes no calibration table.")
         return None
 
-    def _finish_calibration(self, calibrator: Any) -> None:
-        """Make sure that the build used what :meth:`_set_calibration` attached."""
+    def _finish_calibration(self, calibrator: Any, inputs: BuildInputs, *, built: bool) -> None:
+        """Release what :meth:`_set_calibration` attached, and make sure that the build used it."""
 
     def _set_extras(self, setup: Setup, inputs: BuildInputs, messages: TrtLog) -> Any:
         """Attach what only one flavour has, such as a timing cache; what is returned stays alive with the build."""

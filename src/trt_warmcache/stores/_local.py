@@ -7,6 +7,7 @@ What this module owes to the failures of other caches: it never goes through fss
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -19,9 +20,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trt_warmcache.errors import ConfigError, StoreError
+from trt_warmcache import manifest as manifests
+from trt_warmcache.errors import ConfigError, IntegrityError, StoreError
 from trt_warmcache.manifest import BlobRef
 from trt_warmcache.memo import DigestMemo
+from trt_warmcache.stores import _packing
 from trt_warmcache.stores._base import (
     LAYOUT,
     Lock,
@@ -66,6 +69,8 @@ class LocalStore(Store):
         read_only: Never try to write, delete or lock.
     """
 
+    local = True
+
     def __init__(
         self, root: str | os.PathLike[str], *, memo: DigestMemo | None = None, read_only: bool = False
     ) -> None:
@@ -108,10 +113,12 @@ class LocalStore(Store):
             os.close(fd)
 
     def fetch(self, ref: BlobRef, *, rehash: bool = False) -> Payload:
-        name = blob_name(ref)
+        plain = manifests.unpacked(ref)
+        name = blob_name(plain)
         opened = self._open(name)
         if opened is None:
-            raise missing(ref, self.url)
+            return self._fetch_packed(ref)
+        ref = plain
         fd, size = opened
         try:
             if size != ref.size:
@@ -122,6 +129,7 @@ class LocalStore(Store):
             # Verified and mapped from one open file: what was checked is what is handed out, whatever happens to
             # the name meanwhile.
             mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+            _mark_in_use(fd)
             status = os.fstat(fd)
         except OSError as error:
             raise self._error(error, f"map {name}") from error
@@ -140,8 +148,42 @@ class LocalStore(Store):
             self._memo.put(path, status, ref.digest, started)
         return Payload(view, lambda: _unmap(view, mapped), verified_now=not known)
 
+    def _fetch_packed(self, ref: BlobRef) -> Payload:
+        """A blob in a tree that was copied from a store which packs; it costs memory and time that a plain one does not."""
+        packed = self.read(blob_name(ref), limit=ref.stored_size) if ref.codec == _packing.CODEC else None
+        if packed is None:
+            raise missing(ref, self.url)
+        try:
+            view = memoryview(_packing.unpack(ref, packed))
+        except _packing.PackedError as error:
+            name = blob_name(ref)
+            raise IntegrityError(f"{name} in {self.url} {error}.", name=name, reason="digest") from error
+        verify_view(ref, view, self.url)
+        return Payload(view)
+
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         yield from self._walk(self._base / prefix, prefix.rstrip("/"))
+
+    def in_use(self, ref: BlobRef) -> bool:
+        opened = self._open(blob_name(ref))
+        if opened is None:
+            return False
+        try:
+            fcntl.flock(opened[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno in {errno.EWOULDBLOCK, errno.EACCES}
+        finally:
+            os.close(opened[0])
+        return False
+
+    def temporaries(self) -> Iterator[ObjectInfo]:
+        for folder, _, files in os.walk(self._base):
+            for file in files:
+                if file.startswith(".tmp-"):
+                    path = Path(folder, file)
+                    with suppress(FileNotFoundError):
+                        status = path.stat()
+                        yield ObjectInfo(path.relative_to(self._base).as_posix(), status.st_size, status.st_mtime)
 
     def _walk(self, folder: Path, name: str) -> Iterator[ObjectInfo]:
         try:
@@ -384,6 +426,15 @@ def _unmap(view: memoryview, mapped: mmap.mmap) -> None:
     except BufferError:
         # The caller still holds views (a numpy array over the plan, say); the map goes when the last of them goes.
         log.debug("plan still in use, left mapped")
+
+
+def _mark_in_use(fd: int) -> None:
+    """Show housekeeping that a file is mapped: a shared kernel lock, which needs no write and dies with the map.
+
+    The map keeps a duplicate of the descriptor, and a lock belongs to the open file behind both.
+    """
+    with suppress(OSError):  # no locks here, or the file is being removed this moment; the map stays good either way
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def _writable(path: Path) -> bool:

@@ -32,6 +32,7 @@ class MemoryStore(Store):
     """Keeps everything in a dictionary of its own. Nothing is shared between instances."""
 
     url = "memory:"
+    local = True
 
     def __init__(self) -> None:
         self._objects: dict[str, _Object] = {}

@@ -86,7 +86,7 @@ class FakeBuilder:
             "options": inputs.options.to_json(),
             "target": inputs.target.to_json(),
             "configure": None if inputs.configure is None else inputs.configure(None, None),
-            "calibration": None if inputs.calibration is None else inputs.calibration.decode(),
+            "calibration": inputs.calibration.decode() if isinstance(inputs.calibration, bytes) else None,
         }
         plan = b"fakeplan" + json.dumps(document, sort_keys=True).encode()
         timing = None
