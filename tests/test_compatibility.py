@@ -13,6 +13,7 @@ import trt_warmcache as twc
 from trt_warmcache.builders import TensorRTBuilder
 from trt_warmcache.builders._plan import check_header
 from trt_warmcache.events import Event, EventKind
+from trt_warmcache.testing import FakeBuilder
 
 A10 = Gpu("NVIDIA A10", (8, 6), 72)
 A10G = Gpu("NVIDIA A10G", (8, 6), 80)
@@ -210,6 +211,24 @@ def test_driver_by_policy(tmp_path: Path, model: Path) -> None:
     with make(tmp_path, target=moved) as asked:
         assert asked.lookup(model, profiles=PROFILE) is not None
         assert asked.lookup(model, profiles=PROFILE, policy=twc.Policy(driver_in_key=True)) is None
+
+
+def test_failed_load_names_the_driver_first(tmp_path: Path, model: Path) -> None:
+    """When a machine refuses a plan, the message says in what it differs from the one that built it."""
+
+    def refuse(plan: memoryview) -> Any:
+        raise twc.IncompatibleError("cross-device use is refused.")
+
+    builder = FakeBuilder(loader=refuse)
+    fields: dict[str, Any] = {"builder": builder, "memo": twc.DigestMemo(None)}
+    with twc.EngineManager(tmp_path / "s", target=target(A10, driver="535.171"), **fields) as built:
+        built.get(model, profiles=PROFILE)
+    moved = target(A10, driver="535.161", memory_bytes=1 << 34)
+    with twc.EngineManager(tmp_path / "s", target=moved, **fields) as asked:
+        with pytest.raises(twc.IncompatibleError, match=r"refused\. .*: driver 535\.171 there, 535\.161 here"):
+            asked.get(model, profiles=PROFILE).deserialize()
+        assert asked.counters().get("quarantined", 0) == 0
+    assert builder.builds == 1
 
 
 def test_ladder_is_checked() -> None:

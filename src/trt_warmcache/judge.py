@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -11,14 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from trt_warmcache.builders import expected_config
-from trt_warmcache.errors import StoreError
+from trt_warmcache.errors import IncompatibleError, StoreError
 from trt_warmcache.explain import stored_manifests
 from trt_warmcache.keys import EngineKey, Kind
 from trt_warmcache.manifest import Manifest
 from trt_warmcache.options import BuildOptions
 from trt_warmcache.stores import Store
+from trt_warmcache.target import Target
 
-__all__ = ["History", "drift", "fingerprint"]
+__all__ = ["History", "drift", "fingerprint", "told_apart"]
 
 #: A plan this many times larger or smaller than its relatives' is told.
 _OUTLIER = 1.6
@@ -78,6 +78,25 @@ def drift(manifest: Manifest, options: BuildOptions, configure: Callable[..., An
     return tuple(found)
 
 
+#: Facts that a failed load is most often about, likeliest first.
+_SUSPECTS = ("driver", "gpu", "compute_capability", "cuda", "mig_profile", "memory_bytes")
+
+
+def told_apart(error: IncompatibleError, manifest: Manifest, target: Target) -> IncompatibleError:
+    """An error about a machine, with what differs between the machine that built the plan and this one."""
+    built, here = manifest.provenance.target, target.to_json()
+    differing = [
+        f"{fact} {built[fact]} there, {here[fact]} here"
+        for fact in _SUSPECTS
+        if fact in built and fact in here and built[fact] != here[fact]
+    ]
+    if not differing:
+        return error
+    return IncompatibleError(
+        f"{error.message} It was built on another machine: {'; '.join(differing)}.", about_plan=error.about_plan
+    )
+
+
 @dataclass(frozen=True)
 class History:
     """Earlier builds of the same model, the nearest relatives only.
@@ -108,6 +127,8 @@ class History:
             return cls()
         if not relatives:
             return cls()
+        import statistics  # only a build needs it, and it is slow to import
+
         here = [manifest for manifest in relatives if manifest.parts.get("target.gpu") == key.parts.get("target.gpu")]
         seconds = statistics.median(manifest.provenance.build_seconds for manifest in here or relatives)
         family = [manifest.size for manifest in relatives if _family(manifest.parts) == _family(key.parts)]

@@ -51,7 +51,7 @@ from trt_warmcache.errors import (
 )
 from trt_warmcache.events import EventKind, Events, Hook
 from trt_warmcache.explain import Explanation, explain, stored_manifests
-from trt_warmcache.judge import History, drift, fingerprint
+from trt_warmcache.judge import History, drift, fingerprint, told_apart
 from trt_warmcache.keys import EngineKey, Kind, engine_key, label_for
 from trt_warmcache.ladder import Step, exact_steps, older_versions
 from trt_warmcache.manifest import Labels, Manifest, Provenance
@@ -1127,7 +1127,8 @@ class EngineManager:
             first: WarmCacheError = error
         except IncompatibleError as error:
             if not error.about_plan:
-                raise  # the machine's fault: no driver, no memory, another GPU. The entry may be fine elsewhere.
+                # The machine's fault: no driver, no memory, another GPU. The entry may be fine elsewhere.
+                raise told_apart(error, engine.manifest, call.target) from error
             first = error
         digest = engine.key.digest
         if digest in self._rejected:

@@ -228,6 +228,32 @@ def test_where_builds_run(tmp_path: Path, model: Path) -> None:
         twc.Policy(isolation="none", build_memory_bytes=1)
 
 
+def test_one_build_per_gpu_across_processes(tmp_path: Path) -> None:
+    """Two building processes take turns on one GPU: neither builds while the other does."""
+    spans: list[tuple[float, float]] = []
+
+    def build(width: int) -> None:
+        seen: list[float] = []
+        shape = f"1x{width}"
+        builder = IsolatedBuilder(LineBuilder("10.16", str(tmp_path / "locks"), seconds_per_layer=0.3))
+        builder.build(
+            build_inputs(
+                tiny_model(width=width),
+                profiles={"x": (shape, shape, shape)},
+                on_progress=lambda step: seen.append(time.monotonic()),
+            )
+        )
+        spans.append((seen[0], seen[-1]))
+
+    threads = [threading.Thread(target=build, args=(width,)) for width in (4, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    (_, first_end), (second_start, _) = sorted(spans)
+    assert second_start >= first_end
+
+
 def test_device_pin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process sees the one GPU that the engine is for, whatever this process sees."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
