@@ -166,8 +166,13 @@ class IsolatedBuilder:
             path = model.stage(staged)
         for name in ("timing", "calibration"):
             data = getattr(inputs, name)
-            if data is not None:
-                (folder / name).write_bytes(data)
+            if data is None:
+                continue
+            if not isinstance(data, bytes):
+                raise ConfigError(
+                    "Calibration data stays in this process; only a finished table can travel to another."
+                )
+            (folder / name).write_bytes(data)
         return {
             "builder": self._spec,
             "model": str(path),
@@ -244,9 +249,7 @@ class IsolatedBuilder:
         return f"The building process crashed ({name}); this process is unharmed."
 
 
-def isolated(
-    builder: EngineBuilder, policy: Policy, *, target: Target, configure: Any, detached: bool = False
-) -> EngineBuilder:
+def isolated(builder: EngineBuilder, policy: Policy, *, target: Target, configure: Any) -> EngineBuilder:
     """The builder as a policy wants it run.
 
     Args:
@@ -254,13 +257,10 @@ def isolated(
         policy: Says where builds run and what they may use.
         target: Its GPU is the only one that a process of its own sees.
         configure: The request's hook, which has to travel too.
-        detached: Nobody waits for the build in this thread.
 
     Raises:
         ConfigError: The policy asks for a process of its own, and the builder or the hook cannot travel.
     """
-    if detached:
-        policy = policy.detached()
     how = policy.isolation
     limited = policy.build_memory_bytes is not None or (
         policy.build_seconds is not None and not builder.capabilities.progress
