@@ -259,13 +259,23 @@ def isolated(builder: EngineBuilder, policy: Policy, *, target: Target, configur
         configure: The request's hook, which has to travel too.
 
     Raises:
-        ConfigError: The policy asks for a process of its own, and the builder or the hook cannot travel.
+        ConfigError: The policy asks for a process of its own, or the target's GPU is not the one that this process
+            builds on, and the builder or the hook cannot travel.
     """
     how = policy.isolation
+    here = _building_device(builder)
+    elsewhere = here is not None and target.uuid is not None and here != target.uuid
+    if how is Isolation.NONE:
+        if elsewhere:
+            raise ConfigError(
+                f"The engine is for GPU {target.uuid}, and builds in this process run on {here}. Leave isolation='none' out, or select the GPU with CUDA_VISIBLE_DEVICES."
+            )
+        return builder
     limited = policy.build_memory_bytes is not None or (
         policy.build_seconds is not None and not builder.capabilities.progress
     )
-    if how is Isolation.NONE or (how is Isolation.AUTO and not limited):
+    needed = limited or elsewhere
+    if how is Isolation.AUTO and not needed:
         return builder
     device = target.uuid if builder.capabilities.needs_gpu else None
     try:
@@ -273,9 +283,16 @@ def isolated(builder: EngineBuilder, policy: Policy, *, target: Target, configur
             callable_name(configure)
         return IsolatedBuilder(builder, ProcessLimits(policy.build_memory_bytes, device))
     except ConfigError:
-        if how is Isolation.WHERE_POSSIBLE and policy.build_memory_bytes is None:
+        if how is Isolation.WHERE_POSSIBLE and not needed:
             return builder
         raise
+
+
+def _building_device(builder: EngineBuilder) -> str | None:
+    """UUID of the GPU that a build in this process would use, where the builder can tell."""
+    ask = getattr(builder, "current_device", None)
+    uuid: str | None = None if ask is None else ask()
+    return uuid
 
 
 _MAIN = "from trt_warmcache.builders._worker import main; main()"
