@@ -720,6 +720,8 @@ def test_veto_for_one_gpu(root: Path, model: Path) -> None:
         assert manager.lookup(model, profiles=PROFILE, calibration=calibration, target=gpus["B"]) is None
         assert manager.counters()["miss.vetoed"] == 2
         assert stored(manager) == [key.digest]
+        with pytest.raises(twc.MissError, match="vetoed"):
+            manager.explain(model, profiles=PROFILE, calibration=calibration, target=gpus["B"])
         assert manager.tables.veto(key.digest, "B", None) == {}
         assert (
             manager.get(model, profiles=PROFILE, calibration=calibration, target=gpus["B"]).outcome is twc.Outcome.HIT
@@ -746,6 +748,20 @@ def test_vetoes_by_capability_and_by_many_writers(root: Path, model: Path) -> No
         path.write_bytes(b"{}")
         with pytest.raises(twc.IntegrityError, match="veto note"):
             manager.get(model, profiles=PROFILE, calibration=calibration, target=ok)
+
+
+def test_veto_through_layers(tmp_path: Path, model: Path) -> None:
+    """A veto noted in the far layer holds for whoever reads through it, also with the table in the near layer."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    calibration = twc.Calibration(data=batches(), fingerprint="f")
+    target = twc.Target(gpu="B", compute_capability="8.7")
+    with make([near, far]) as manager:
+        manager.get(model, profiles=PROFILE, calibration=calibration, target=target)
+        key = manager.calibrate(model, calibration).key
+        with make(far) as other:
+            other.tables.veto(key.digest, "B", "poor")
+        with pytest.raises(twc.MissError, match="vetoed for B"):
+            manager.get(model, profiles=PROFILE, calibration=calibration, target=target)
 
 
 # ---- the rest ---------------------------------------------------------------------------------------------------

@@ -443,13 +443,14 @@ class CalibrationTables:
         inputs = _inputs(job.source)
         first = next(job.calibration.feed(inputs))
         count = {"batches": 0, "samples": 0}
+        total = job.calibration.expected_batches
 
         def batches() -> Iterator[Mapping[str, Any]]:
             for number, batch in enumerate(job.calibration.feed(inputs, expected=job.key.parts["data"]), start=1):
                 yield batch
                 shape = next(iter(batch.values())).shape
                 count["batches"], count["samples"] = number, count["samples"] + (shape[0] if shape else 1)
-                progress(number, job.calibration.batches)
+                progress(number, total)
 
         shapes = {name: tuple(map(int, array.shape)) for name, array in first.items()}
         table = job.tensorrt(CalibrationRun(str(job.calibration.algorithm), shapes, batches()))

@@ -460,8 +460,8 @@ class EngineManager:
             options, qdq = route(options, request.calibration, takes_tables=takes)
             try:
                 table = self._table(request, source, target, options, deadline, make=tables == "make")
-            except MissError:
-                if tables != "guess":
+            except MissError as miss:
+                if tables != "guess" or miss.reason == "vetoed":
                     raise
         profiles, key = _derive(
             source.summary,
