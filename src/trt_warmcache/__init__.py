@@ -45,7 +45,16 @@ if TYPE_CHECKING:
     from trt_warmcache.policy import Policy
     from trt_warmcache.profiles import ShapeProfile
     from trt_warmcache.request import EngineRequest
-    from trt_warmcache.stores import Layer, LayeredStore, LocalStore, MemoryStore, Store, StoreCapabilities, open_store
+    from trt_warmcache.stores import (
+        FsspecStore,
+        Layer,
+        LayeredStore,
+        LocalStore,
+        MemoryStore,
+        Store,
+        StoreCapabilities,
+        open_store,
+    )
     from trt_warmcache.tactics import TacticReplay
     from trt_warmcache.target import Target
     from trt_warmcache.trust import Keyring, Signer
@@ -75,6 +84,7 @@ __all__ = [
     "Event",
     "EventKind",
     "Explanation",
+    "FsspecStore",
     "Hook",
     "IncompatibleError",
     "IntegrityError",
@@ -160,6 +170,7 @@ _HOME = {
     "Policy": "trt_warmcache.policy",
     "ShapeProfile": "trt_warmcache.profiles",
     "EngineRequest": "trt_warmcache.request",
+    "FsspecStore": "trt_warmcache.stores",
     "LocalStore": "trt_warmcache.stores",
     "MemoryStore": "trt_warmcache.stores",
     "Store": "trt_warmcache.stores",

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import click
 
+from trt_warmcache import cli_fleet
 from trt_warmcache._version import __version__
 from trt_warmcache.cli_calibration import calib, calibrate, request_calibration, request_options
 from trt_warmcache.cli_common import (
@@ -27,6 +28,7 @@ from trt_warmcache.cli_common import (
     store_argument,
     store_option,
 )
+from trt_warmcache.cli_timing import timing as timing_commands
 from trt_warmcache.engine import Engine
 from trt_warmcache.errors import ConfigError, IntegrityError, MissError, UntrustedError, WarmCacheError
 from trt_warmcache.explain import stored_manifests
@@ -211,17 +213,9 @@ def build(
 
 def _write_files(store: Store, engine: Engine, folder: Path) -> list[Path]:
     """The engine, its timing cache and its calibration table, as far as there are any."""
-    from trt_warmcache.keys import timing_key
-
     wanted = [engine.manifest]
-    provenance = engine.manifest.provenance
-    timing = timing_key(
-        flavour=engine.key.parts["builder.flavour"],
-        version=engine.key.parts["builder.version"],
-        target=Target.from_json(provenance.target),
-    )
     for kind, digest in (
-        (Kind.TIMING, timing.digest),
+        (Kind.TIMING, engine.manifest.extra.get("timing_key", "")),
         (Kind.CALIBRATION, engine.manifest.extra.get("calibration_key", "")),
     ):
         found = store.manifest(kind, digest) if digest else None
@@ -319,38 +313,6 @@ def show(*, key_or_name: str, stores: tuple[str, ...], as_json: bool) -> None:
 
 
 @main.command()
-@store_option
-@json_option
-@click.option("--quarantine", is_flag=True, help="Set damaged entries aside.")
-def verify(*, stores: tuple[str, ...], as_json: bool, quarantine: bool) -> None:
-    """Read every entry and check its bytes; exit with code 4 if any is damaged."""
-    good, bad = 0, []
-    with open_store(store_argument(stores)) as store:
-        for kind in Kind:
-            for entry in store.entries(kind):
-                try:
-                    manifest = store.manifest(kind, entry.digest)
-                    for blob in manifest.blobs if manifest else ():
-                        store.fetch(blob, rehash=True).close()
-                except IntegrityError as error:
-                    bad.append(
-                        {"kind": kind.value, "key": entry.digest, "reason": error.reason, "message": error.message}
-                    )
-                    if quarantine:
-                        store.quarantine(kind, entry.digest, error)
-                else:
-                    good += 1
-    if as_json:
-        click.echo(json.dumps({"good": good, "damaged": bad}))
-    else:
-        for row in bad:
-            click.echo(f"damaged: {row['kind']}/{row['key'][:12]}: {row['message']}")
-        click.echo(f"{good} good, {len(bad)} damaged")
-    if bad:
-        raise SystemExit(EXIT_DAMAGED)
-
-
-@main.command()
 @_request_options
 @store_option
 @json_option
@@ -429,3 +391,7 @@ def _engine_json(engine: Engine) -> dict[str, Any]:
         "publish_error": None if engine.publish_error is None else engine.publish_error.message,
         "timings": dict(engine.timings),
     }
+
+
+for _command in (*cli_fleet.COMMANDS, timing_commands):
+    main.add_command(_command)

@@ -11,9 +11,11 @@ from trt_warmcache.builders._base import (
     Flavour,
     Progress,
 )
+from trt_warmcache.builders._process import IsolatedBuilder, ProcessLimits, isolated
 from trt_warmcache.builders._select import select_builder
 from trt_warmcache.builders._tensorrt import TensorRTBuilder
 from trt_warmcache.builders._tensorrt_rtx import TensorRTRTXBuilder
+from trt_warmcache.builders._timing import TimingEntry
 
 __all__ = [
     "BuildInputs",
@@ -22,8 +24,12 @@ __all__ = [
     "CalibrationRun",
     "EngineBuilder",
     "Flavour",
+    "IsolatedBuilder",
+    "ProcessLimits",
     "Progress",
     "TensorRTBuilder",
     "TensorRTRTXBuilder",
+    "TimingEntry",
+    "isolated",
     "select_builder",
 ]

@@ -13,6 +13,7 @@ import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ class NvInferBuilder:
     def _extra(self) -> str:
         return "rtx" if self.flavour == "tensorrt_rtx" else "tensorrt"
 
-    @property
+    @cached_property
     def _numbers(self) -> tuple[int, ...]:
         return tuple(int(part) for part in self.version().split(".") if part.isdigit())
 
@@ -153,6 +154,12 @@ class NvInferBuilder:
                 )
             return module
         return self._module
+
+    def spawn_spec(self) -> Mapping[str, Any] | None:
+        """How a fresh process makes this builder; None where it was given bindings of its own."""
+        if self._module is not None:
+            return None
+        return {"factory": f"{type(self).__module__}:{type(self).__qualname__}", "arguments": {}}
 
     # ---- checks -----------------------------------------------------------------------------------------------
 

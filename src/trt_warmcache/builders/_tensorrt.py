@@ -59,7 +59,7 @@ class TensorRTBuilder(NvInferBuilder):
     ) -> None:
         super().__init__(module, memo=memo)
         self._buffers = buffers
-        self._lock_folder = lock_folder
+        self._lock_folder = None if lock_folder is None else Path(lock_folder)
 
     @property
     def capabilities(self) -> BuilderCapabilities:  # type: ignore[override]
@@ -68,6 +68,12 @@ class TensorRTBuilder(NvInferBuilder):
         return BuilderCapabilities(
             timing_cache=True, calibration_table=major < 11, progress=major >= 10, needs_gpu=True, plugins=True
         )
+
+    def spawn_spec(self) -> Mapping[str, Any] | None:
+        spec = super().spawn_spec()
+        if spec is None or self._lock_folder is None:
+            return spec
+        return {**spec, "arguments": {"lock_folder": str(self._lock_folder)}}
 
     def check(self, options: BuildOptions, target: Target) -> None:
         super().check(options, target)
