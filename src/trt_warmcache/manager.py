@@ -454,8 +454,6 @@ class EngineManager:
         started = time.perf_counter()
         deadline = None if request.timeout is None else time.monotonic() + request.timeout
         policy = request.policy or self.policy
-        if policy.trust is not self.policy.trust and request.calibration is not None:
-            raise ConfigError("With a calibration, set trust on the manager's own policy: tables come from its store.")
         options = request.options or _DEFAULT_OPTIONS
         builder = self.builder
         source = ModelSource.open(request.model, memo=self._memo)
