@@ -459,7 +459,13 @@ class EngineManager:
         source = ModelSource.open(request.model, memo=self._memo)
         version = builder.version()
         target = self._target_for(request, options)
-        plugins = {path.name: file_digest(path, self._memo) for path in request.plugins}
+        plugins: dict[str, str] = {}
+        for path in request.plugins:
+            digest = file_digest(path, self._memo)
+            if plugins.setdefault(path.name, digest) != digest:
+                raise ConfigError(
+                    f"Two different plugin libraries are called {path.name!r}, and entries list them by name; rename one."
+                )
         if plugins and not builder.capabilities.plugins:
             raise ConfigError(f"{builder.flavour} takes no plugin libraries.")
         table, qdq = None, None
