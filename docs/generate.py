@@ -70,6 +70,7 @@ _API = {
     "INT8 calibration": (
         "Calibration",
         "CalibrationAlgorithm",
+        "CalibrationRunner",
         "QdqOptions",
         "CalibrationTable",
         "read_table",
@@ -369,6 +370,15 @@ def environment_page() -> Iterator[str]:
     yield "`Target.detect(0)` means.\n"
 
 
+def commands(group: click.Group, prefix: str = "") -> Iterator[tuple[str, click.Command]]:
+    """All commands of a group, and those of the groups in it."""
+    for name, command in sorted(group.commands.items()):
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{prefix}{name} ")
+        else:
+            yield prefix + name, command
+
+
 def cli_page() -> Iterator[str]:
     """Every command and option."""
     yield "# Command line\n\n"
@@ -385,7 +395,7 @@ def cli_page() -> Iterator[str]:
     ):
         yield f"| {code} | {meaning} |\n"
     yield "\n"
-    for name, command in sorted(cli.main.commands.items()):
+    for name, command in commands(cli.main):
         context = click.Context(command, info_name=f"trt-warmcache {name}")
         yield f"## {name}\n\n```text\n{' '.join(command.get_usage(context).split()[1:])}\n```\n\n"
         yield paragraph(command.help or "") + "\n\n"

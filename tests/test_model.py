@@ -23,7 +23,7 @@ from trt_warmcache.model import ModelSource, file_digest
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from conftest import RunPython
+    from tests.conftest import RunPython
 
 #: Names that have broken caches before (case 88).
 FOLDERS = ["模型", "émoi", "with space", "😀", "100%25", "a#b", "q?x", "semi;colon", "new\nline", "back\\slash", "~x"]

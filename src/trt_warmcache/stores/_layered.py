@@ -423,7 +423,7 @@ class LayeredStore(Store):
                 failure = failure or error
             else:
                 waiting = self._recall(ref)
-                if waiting is not None and tier.writable:
+                if waiting is not None and tier.writable and len(waiting.blobs) == 1:
                     self._keep(tier, waiting, {ref.role: payload.view})
                 for where, damage in damaged.items():
                     self._note_damage(where, ref, damage)
@@ -519,7 +519,7 @@ class LayeredStore(Store):
     def _adopt(self, tier: _Tier, manifest: Manifest, payloads: Mapping[str, Any]) -> None:
         """Make a manifest the one in force in a layer that does not decide."""
         current = self._manifest_or_none(tier, manifest)
-        if (current is None or not _same(current, manifest)) and len(payloads) == len(manifest.blobs):
+        if current is None or not _same(current, manifest):
             tier.publish(manifest, payloads, replacing=current)
 
     def _manifest_or_none(self, tier: _Tier, manifest: Manifest) -> Manifest | None:
