@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -174,10 +175,8 @@ def test_nesting_is_bounded(field: str, depth: int) -> None:
     """Deep nesting in any field is read or refused, and never ends the process."""
     nested = b"[" * depth + b"]" * depth
     document = encode(MANIFEST).rstrip()[:-1] + b',"%s":{"x":%s}}' % (field.encode(), nested)
-    try:
-        read(document)
-    except IntegrityError as error:
-        assert error.reason == "manifest"
+    with contextlib.suppress(IntegrityError):
+        assert read(document).key == KEY.digest
 
 
 @settings(max_examples=300)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -71,7 +72,7 @@ def test_longest_part_gives_way() -> None:
     check(readable_name("模" * 250, "型" * 250, "卡" * 250, "形" * 250))
 
 
-def label(model_name: str = "m", version: str | None = None, *profiles: ShapeProfile, **target: str) -> str:
+def label(model_name: str = "m", version: str | None = None, *profiles: ShapeProfile, **target: Any) -> str:
     """The label of a request for a fixed model."""
     return label_for(
         model_name=model_name,
