@@ -160,7 +160,10 @@ def _find(device: int | str, cuda: CudaDriver, environ: Mapping[str, str]) -> tu
     count = cuda.device_count()
     visible = f" (CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']})" if "CUDA_VISIBLE_DEVICES" in environ else ""
     if not isinstance(device, str):
-        ordinal = operator.index(device)
+        try:
+            ordinal = operator.index(device)
+        except TypeError:
+            raise ConfigError(f"A device is a CUDA ordinal or a UUID, not {device!r}.") from None
         if not 0 <= ordinal < count:
             raise ConfigError(f"No CUDA device {ordinal}: this process sees {count}{visible}.")
         return ordinal, cuda.device_uuid(ordinal)
