@@ -44,6 +44,8 @@ _EVENTS = {
     "quarantined": "A damaged entry was set aside. `detail`: `reason`.",
     "store_error": "A store failed while being read, or could not set an entry aside. `detail`: `reason`.",
     "lock_unavailable": "There is no lock to be had; building goes on without one, at the price of possible double work.",
+    "layer_down": "A layer failed and is left alone for a while. `detail`: `layer`, `reason`.",
+    "lease_lost": "Another host took over the lease of a builder that showed no life; whoever publishes first wins.",
     "ineffective": "A rebuilt plan was rejected like the one before it: building again does not help.",
     "suspect": "Something about an entry is doubtful though its digests hold.",
     "timing_dropped": "A timing cache could not be used, merged or stored; builds measure again. `detail`: `reason`.",
@@ -55,7 +57,7 @@ _EVENTS = {
     "calibration_conflict": "A second calibration gave other scales for the same key; the first table stays. `detail`: `stored`, `refused`.",
     "calibration_unwritten": "TensorRT calibrated and wrote no table.",
     "version_conflict": "Bindings and loaded library differ in version. `detail`: `bindings`, `library`.",
-    "churn": "One request keeps getting new keys.",
+    "churn": "A model keeps getting new keys and none is ever used again. `detail`: `keys`, `size`, `parts` (what changes).",
     "drift": "The same inputs gave another plan than before.",
     "warning": "Anything else worth knowing. `detail`: `reason`.",
 }
@@ -77,7 +79,17 @@ _API = {
     "Reports": ("Explanation", "WarmReport", "WarmRow"),
     "Keys and manifests": ("EngineKey", "TimingKey", "CalibrationKey", "Manifest", "KEY_SCHEMA"),
     "Events": ("Event", "Hook"),
-    "Stores": ("open_store", "LocalStore", "MemoryStore", "Store", "StoreCapabilities", "DigestMemo"),
+    "Stores": (
+        "open_store",
+        "LocalStore",
+        "MemoryStore",
+        "LayeredStore",
+        "Layer",
+        "Store",
+        "StoreCapabilities",
+        "DigestMemo",
+    ),
+    "Trust": ("Signer", "Keyring"),
     "Builders": ("EngineBuilder", "BuilderCapabilities", "BuildInputs", "BuildOutput", "Progress"),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -355,3 +356,23 @@ def test_damage_is_an_error_where_nothing_can_heal(tmp_path: Path) -> None:
     (tmp_path / "trtwc-1" / blob_name(ENTRY.blobs[0])).write_bytes(b"x" * ENTRY.size)
     with pytest.raises(IntegrityError):
         whole_or_nothing(store)
+
+
+# ---- the matrix itself ------------------------------------------------------------------------------------------
+
+
+def test_every_row_names_a_test_that_exists() -> None:
+    """The published matrix promises nothing without a test."""
+    root = Path(__file__).parents[1]
+    rows = [
+        line
+        for line in (root / "docs/reference/crash-matrix.md").read_text("utf-8").splitlines()
+        if line.startswith("| ") and not line.startswith(("| What happens", "| ---"))
+    ]
+    assert len(rows) > 30
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
+        assert named, row
+        for file, test in named:
+            source = (root / file).read_text("utf-8")
+            assert re.search(rf"^(?:    )?(?:def {test}\(|{test} = )", source, re.MULTILINE), f"{file}::{test}"
