@@ -16,7 +16,7 @@ from typing import Any
 
 import trt_warmcache as twc
 from children import Job, run_alone
-from common import Arguments, Table, arguments, machine, medians, packages_missing, settle
+from common import Arguments, Table, arguments, compiled, machine, medians, packages_missing, settle
 from models import DETECTION, REAL_MODELS
 from transformer import LARGE, TINY
 
@@ -37,16 +37,26 @@ def main() -> None:
     if packages_missing("tensorrt_rtx", "onnx", "numpy"):
         sys.exit("Install the builder and the generator's needs: pip install 'trt_warmcache[rtx]' onnx numpy")
     print(machine())
+    environment = compiled(given.work)
     inside = Table("A fresh manager in this process: cold build and store / warm hit")
     outside = Table("A fresh process, from exec to plan in hand: cold / warm")
     for name, model, profiles in candidates(given):
         with tempfile.TemporaryDirectory(dir=given.work) as folder:
-            measure(given, name, Job(f"{folder}/store", f"{folder}/memo", str(model), profiles), inside, outside)
+            measure(
+                given,
+                name,
+                Job(f"{folder}/store", f"{folder}/memo", str(model), profiles),
+                environment,
+                inside,
+                outside,
+            )
     inside.show()
     outside.show()
 
 
-def measure(given: Arguments, name: str, job: Job, inside: Table, outside: Table) -> None:
+def measure(
+    given: Arguments, name: str, job: Job, environment: Mapping[str, str], inside: Table, outside: Table
+) -> None:
     """Both rows of one model."""
     manager = twc.EngineManager  # imported now: importing it is start-up, and start-up is the other table's subject
 
@@ -54,7 +64,7 @@ def measure(given: Arguments, name: str, job: Job, inside: Table, outside: Table
         memo = twc.DigestMemo(Path(job.memo))
         return manager(job.store, builder="tensorrt_rtx", memo=memo).get(job.model, profiles=job.profiles)
 
-    cold_process = run_alone(job)
+    cold_process = run_alone(job, environment)
     shutil.rmtree(job.store)
     shutil.rmtree(job.memo, ignore_errors=True)
     started = time.perf_counter()
@@ -67,7 +77,7 @@ def measure(given: Arguments, name: str, job: Job, inside: Table, outside: Table
     expect(get().outcome, twc.Outcome.HIT)  # verifies the plan once and remembers that
 
     (warm,) = medians(get, repeats=given.repeats(25))
-    (_, *times) = (run_alone(job) for _ in range(given.repeats(10) + 1))
+    (_, *times) = (run_alone(job, environment) for _ in range(given.repeats(10) + 1))
     for result in times:
         expect(result.outcome, "hit")
     warm_process = sorted(result.seconds for result in times)[len(times) // 2]

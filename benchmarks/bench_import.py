@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import trt_warmcache as twc
-from common import Table, arguments, machine, medians, packages_missing, settle
+from common import Table, arguments, compiled, machine, medians, packages_missing, settle
 from transformer import TINY
 
 _HIT = """
@@ -41,6 +41,7 @@ def main() -> None:
         settle()
         manager.get(where["model"], profiles=TINY.profiles).close()
 
+    environment = compiled(given.work)
     table = Table("Whole processes")
     for name, code, target in (
         ("import trt_warmcache", "import trt_warmcache", "60 ms more than pass"),
@@ -50,13 +51,13 @@ def main() -> None:
         ("peer: import onnx", "import onnx", ""),
         ("peer: import tensorrt_rtx", "import tensorrt_rtx", ""),
     ):
-        ours, empty = medians(process(code), process("pass"), repeats=given.repeats(15))
+        ours, empty = medians(process(code, environment), process("pass", environment), repeats=given.repeats(15))
         table.add(name, ours, "python -c pass", empty, target=target, note=f"{(ours - empty) * 1e3:+.0f} ms")
     table.show()
 
 
-def process(code: str) -> Callable[[], object]:
-    return lambda: subprocess.run([sys.executable, "-c", code], check=True)
+def process(code: str, environment: Mapping[str, str]) -> Callable[[], object]:
+    return lambda: subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 if __name__ == "__main__":

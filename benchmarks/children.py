@@ -50,18 +50,24 @@ class Result:
     seconds: float
 
 
-def run_alone(job: Job) -> Result:
+def run_alone(job: Job, environment: Mapping[str, str]) -> Result:
     """One child, timed from before it exists until it has its plan."""
     started = time.perf_counter()
-    done = subprocess.run([*_COMMAND, json.dumps(asdict(job))], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [*_COMMAND, json.dumps(asdict(job))], check=True, capture_output=True, text=True, env=environment
+    )
     return _result(done.stdout, started)
 
 
-def run_together(job: Job, count: int) -> list[Result]:
+def run_together(job: Job, count: int, environment: Mapping[str, str]) -> list[Result]:
     """Many children that are ready before the clock starts, and then ask at the same moment."""
     children = [
         subprocess.Popen(
-            [*_COMMAND, json.dumps(asdict(job)), "wait"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*_COMMAND, json.dumps(asdict(job)), "wait"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
         for _ in range(count)
     ]

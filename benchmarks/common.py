@@ -12,13 +12,25 @@ import importlib.util
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Arguments", "Table", "arguments", "duration", "machine", "medians", "packages_missing", "settle"]
+__all__ = [
+    "Arguments",
+    "Table",
+    "arguments",
+    "compiled",
+    "duration",
+    "machine",
+    "medians",
+    "packages_missing",
+    "settle",
+]
 
 _PACKAGES = ("trt_warmcache", "tensorrt_rtx_cu13", "onnx", "numpy", "blake3", "msgspec")
 
@@ -77,6 +89,21 @@ def medians(*functions: Callable[[], object], repeats: int) -> tuple[float, ...]
             if turn:
                 taken.append(seconds)
     return tuple(statistics.median(taken) for taken in samples)
+
+
+def compiled(work: Path) -> dict[str, str]:
+    """An environment for child processes in which bytecode is cached, as it is for every installed package.
+
+    Without it a checkout on a machine where Python may not write bytecode compiles every module at every start.
+
+    Args:
+        work: Where the bytecode is kept.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment["PYTHONPYCACHEPREFIX"] = str(work / "bytecode")
+    once = "import trt_warmcache.manager, trt_warmcache.builders, numpy, onnx, tensorrt_rtx"
+    subprocess.run([sys.executable, "-c", once], check=True, env=environment)
+    return environment
 
 
 def settle() -> None:

@@ -17,6 +17,8 @@ from trt_warmcache.memo import DigestMemo
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+pytest_plugins = ["tests.servers.fixtures"]
+
 # A shared two-core machine may stall for seconds; a deadline per example would only measure that.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("tests")

@@ -529,6 +529,27 @@ def test_damage_without_permission_to_build(root: Path, model: Path) -> None:
         manager.get(model, profiles=PROFILE, calibration=calibration)
 
 
+def test_signed_tables(root: Path, model: Path) -> None:
+    """Where only signed entries count, an unsigned table is refused and a signed one is used."""
+    pytest.importorskip("cryptography")
+    from trt_warmcache.trust import Keyring, Signer
+
+    signer = Signer.generate("ci-1")
+    keyring = Keyring([signer.public])
+    strict = twc.Policy(trust="signed")
+    calibration = twc.Calibration(data=batches(), fingerprint="f")
+    with make(root) as manager:
+        manager.calibrate(model, calibration)
+    for options in ({"policy": strict}, {}):
+        with make(root, keyring=keyring, **options) as manager, pytest.raises(twc.UntrustedError):
+            manager.get(model, profiles=PROFILE, calibration=calibration, policy=strict)
+    other = twc.Calibration(data=batches(), fingerprint="g")
+    with make(root, signer=signer) as manager:
+        manager.get(model, profiles=PROFILE, calibration=other)
+    with make(root, keyring=keyring, policy=strict) as manager:
+        assert manager.get(model, profiles=PROFILE, calibration=other).outcome is twc.Outcome.HIT
+
+
 def test_read_only_store(root: Path, model: Path) -> None:
     """Where nothing can be stored the table still serves this engine, and an event tells of it."""
 

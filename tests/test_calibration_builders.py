@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 from tests.fakes.tensorrt_fake import Line, make_tensorrt, record_of
 from tests.support import real_model
@@ -168,6 +169,132 @@ def test_bad_table_files_fail_before_any_build(
         assert list(manager.store.entries(Kind.ENGINE)) == []
 
 
+# ---- TensorRT's own calibrators ----------------------------------------------------------------------------------
+
+
+class Buffers:
+    """Device memory that is none."""
+
+    def __init__(self) -> None:
+        self.uploads = 0
+        self.freed = 0
+
+    def upload(self, name: str, array: Any) -> int:
+        self.uploads += 1
+        return 4096
+
+    def free(self) -> None:
+        self.freed += 1
+
+
+def fake_names() -> bytes:
+    """A model whose tensors are called as the fake's layers call theirs."""
+    model = onnx.load_model_from_string(conv_model())
+    for node in model.graph.node:
+        old, new = node.output[0], f"{node.name}_output"
+        for other in model.graph.node:
+            for position, name in enumerate(other.input):
+                other.input[position] = new if name == old else name
+        node.output[0] = new
+    model.graph.output[0].name = model.graph.node[-1].output[0]
+    return bytes(model.SerializeToString())
+
+
+def on_gpu(root: Path, line: Line, **options: Any) -> tuple[twc.EngineManager, Any, Buffers]:
+    module, buffers = make_tensorrt(line), Buffers()
+    builder = TensorRTBuilder(module, buffers=buffers)
+    return twc.EngineManager(root, builder=builder, target=GPU, memo=twc.DigestMemo(None), **options), module, buffers
+
+
+OWN = twc.Calibration(data=lambda: iter(batches()), fingerprint="f", runner="tensorrt")
+
+
+@pytest.mark.parametrize("line", WITH_CALIBRATORS)
+def test_tensorrt_calibrates_itself(root: Path, line: Line) -> None:
+    """With runner='tensorrt' its calibrator takes every batch once; the table is stored, and the engine reads it."""
+    steps: list[int] = []
+
+    def hook(event: twc.Event) -> None:
+        if event.detail.get("phase") == "Calibrating":
+            steps.append(event.detail["step"])
+
+    manager, module, buffers = on_gpu(root, line, hooks=[hook])
+    with manager:
+        engine = manager.get(fake_names(), profiles=PROFILE, calibration=OWN)
+        entry = manager.store.manifest(Kind.CALIBRATION, engine.manifest.extra["calibration_key"])
+        assert entry is not None
+        assert entry.parts["runner"] == "tensorrt"
+        assert (entry.extra["batches"], entry.extra["samples"]) == (3, 6)
+        assert entry.extra["table"] == engine.key.parts["calibration"]
+        assert steps == [1, 2, 3]
+        assert (record_of(module).calibration_batches, buffers.uploads) == (3, 3)
+        assert buffers.freed >= 1
+        manager.get(fake_names(), profiles={"x": ("1x3x8x8", "2x3x8x8", "9x3x8x8")}, calibration=OWN)
+        assert record_of(module).calibration_batches == 3
+        assert manager.counters()["calibration_start"] == 1
+        other = manager.calibrate(fake_names(), twc.Calibration(data=batches(), fingerprint="f"))
+        assert other.key.digest != entry.key
+
+
+def test_its_table_serves_tensorrt_rtx(root: Path) -> None:
+    """A table that TensorRT 10.3 made becomes Q/DQ nodes for TensorRT-RTX, which could not have made it."""
+    manager, _, _ = on_gpu(root, "10.3")
+    with manager:
+        digest = manager.get(fake_names(), profiles=PROFILE, calibration=OWN).key.parts["calibration"]
+    with rtx(root) as manager:
+        engine = manager.get(fake_names(), profiles=PROFILE, calibration=OWN)
+        assert engine.key.parts["calibration"] == digest
+        assert manager.counters().get("calibration_start", 0) == 0
+
+
+@pytest.mark.parametrize("builder", ["11.4", "rtx"])
+def test_calibrators_that_are_gone(root: Path, builder: str) -> None:
+    """TensorRT 11 and TensorRT-RTX (the real module) have no calibrators: the error names Q/DQ as the way."""
+    manager = rtx(root) if builder == "rtx" else on_gpu(root, "11.4")[0]
+    with manager, pytest.raises(twc.ConfigError, match="Q/DQ"):
+        manager.get(fake_names(), profiles=PROFILE, calibration=OWN)
+    with pytest.raises(twc.ConfigError, match="percentile"):
+        twc.Calibration(data=batches(), runner="tensorrt", algorithm="percentile")
+
+
+def test_table_that_is_never_written(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT that calibrates and writes nothing is told: an event, an error, and neither table nor engine."""
+    from tests.fakes import _build
+    from tests.fakes._world import guarded
+
+    def forgetful(name: str, function: Any, *arguments: Any, **options: Any) -> Any:
+        return None if name == "write_calibration_cache" else guarded(name, function, *arguments, **options)
+
+    monkeypatch.setattr(_build, "guarded", forgetful)
+    manager, module, _ = on_gpu(root, "8.6")
+    with manager:
+        with pytest.raises(twc.BuildError, match="wrote no table"):
+            manager.get(fake_names(), profiles=PROFILE, calibration=OWN)
+        assert record_of(module).calibration_batches == 3
+        assert manager.counters()["calibration_unwritten"] == 1
+        assert list(manager.store.entries(Kind.CALIBRATION)) == list(manager.store.entries(Kind.ENGINE)) == []
+
+
+def test_data_that_fails_inside_tensorrt(root: Path) -> None:
+    """What the data raises while TensorRT pulls batches reaches the caller unchanged, and the device memory is freed."""
+
+    def broken() -> Any:
+        yield batches(1)[0]
+        raise KeyError("lost")
+
+    manager, _, buffers = on_gpu(root, "10.16")
+    with manager:
+        with pytest.raises(KeyError, match="lost"):
+            manager.get(
+                fake_names(),
+                profiles=PROFILE,
+                calibration=twc.Calibration(data=broken, fingerprint="f", runner="tensorrt"),
+            )
+        assert buffers.freed >= 1
+        assert list(manager.store.entries(Kind.CALIBRATION)) == []
+        assert manager.get(fake_names(), profiles=PROFILE, calibration=OWN).outcome is twc.Outcome.BUILT
+
+
 # ---- TensorRT-RTX, for real -------------------------------------------------------------------------------------
 
 
@@ -190,8 +317,8 @@ def test_rtx_builds_are_found_again(root: Path) -> None:
 def test_detection(root: Path) -> None:
     """PP-OCRv4 detection in int8 through the manager: a real plan, and a map within a cosine of 0.99 held out.
 
-    Percentile is the algorithm for it: entropy clips rare large activations of the neck, and min-max lets them
-    coarsen everything else (least cosines on eight held-out pictures: 0.99, 0.988 and 0.980).
+    Percentile is the algorithm for it: entropy clips rare large activations of the neck, and min-max lets them coarsen
+    everything else; on other pictures than these, both fall below 0.99.
     """
     path = real_model("rapidocr_onnxruntime", "models/ch_PP-OCRv4_det_infer.onnx")
     calibration = twc.Calibration(

@@ -18,7 +18,7 @@ from trt_warmcache._version import __version__
 if TYPE_CHECKING:
     from trt_warmcache.builders import BuilderCapabilities, BuildInputs, BuildOutput, EngineBuilder, Progress
     from trt_warmcache.calibration import CalibrationTables, StoredTable
-    from trt_warmcache.calibration_data import Calibration, CalibrationAlgorithm, QdqOptions
+    from trt_warmcache.calibration_data import Calibration, CalibrationAlgorithm, CalibrationRunner, QdqOptions
     from trt_warmcache.calibration_table import CalibrationTable, read_table
     from trt_warmcache.engine import Engine, Outcome
     from trt_warmcache.errors import (
@@ -45,7 +45,16 @@ if TYPE_CHECKING:
     from trt_warmcache.policy import Policy
     from trt_warmcache.profiles import ShapeProfile
     from trt_warmcache.request import EngineRequest
-    from trt_warmcache.stores import Layer, LayeredStore, LocalStore, MemoryStore, Store, StoreCapabilities, open_store
+    from trt_warmcache.stores import (
+        FsspecStore,
+        Layer,
+        LayeredStore,
+        LocalStore,
+        MemoryStore,
+        Store,
+        StoreCapabilities,
+        open_store,
+    )
     from trt_warmcache.tactics import TacticReplay
     from trt_warmcache.target import Target
     from trt_warmcache.trust import Keyring, Signer
@@ -62,6 +71,7 @@ __all__ = [
     "Calibration",
     "CalibrationAlgorithm",
     "CalibrationKey",
+    "CalibrationRunner",
     "CalibrationTable",
     "CalibrationTables",
     "ConfigError",
@@ -74,6 +84,7 @@ __all__ = [
     "Event",
     "EventKind",
     "Explanation",
+    "FsspecStore",
     "Hook",
     "IncompatibleError",
     "IntegrityError",
@@ -126,6 +137,7 @@ _HOME = {
     "StoredTable": "trt_warmcache.calibration",
     "Calibration": "trt_warmcache.calibration_data",
     "CalibrationAlgorithm": "trt_warmcache.calibration_data",
+    "CalibrationRunner": "trt_warmcache.calibration_data",
     "QdqOptions": "trt_warmcache.calibration_data",
     "CalibrationTable": "trt_warmcache.calibration_table",
     "read_table": "trt_warmcache.calibration_table",
@@ -158,6 +170,7 @@ _HOME = {
     "Policy": "trt_warmcache.policy",
     "ShapeProfile": "trt_warmcache.profiles",
     "EngineRequest": "trt_warmcache.request",
+    "FsspecStore": "trt_warmcache.stores",
     "LocalStore": "trt_warmcache.stores",
     "MemoryStore": "trt_warmcache.stores",
     "Store": "trt_warmcache.stores",

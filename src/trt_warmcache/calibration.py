@@ -29,16 +29,25 @@ import msgspec
 from trt_warmcache import manifest as manifests
 from trt_warmcache import onnx_graph, quantize
 from trt_warmcache._version import __version__
-from trt_warmcache.calibration_data import Calibration, InputSpec, QdqOptions
+from trt_warmcache.builders import CalibrationRun
+from trt_warmcache.calibration_data import Calibration, CalibrationRunner, InputSpec, QdqOptions
 from trt_warmcache.calibration_table import CalibrationTable, Coverage, usable
-from trt_warmcache.errors import BuildTimeout, ConfigError, IntegrityError, MissError, StoreError, WarmCacheError
+from trt_warmcache.errors import (
+    BuildError,
+    BuildTimeout,
+    ConfigError,
+    IntegrityError,
+    MissError,
+    StoreError,
+    WarmCacheError,
+)
 from trt_warmcache.events import EventKind, Events
 from trt_warmcache.keys import CalibrationKey, Kind, calibration_key
 from trt_warmcache.manifest import Labels, Manifest, Provenance
 from trt_warmcache.memo import DigestMemo
 from trt_warmcache.model import ModelSource, file_digest
 from trt_warmcache.names import readable_name
-from trt_warmcache.options import BuildOptions, option_specs
+from trt_warmcache.options import BuildOptions
 from trt_warmcache.singleflight import SingleFlight, WaitLimits, acquire_or_find
 from trt_warmcache.stores import Store
 from trt_warmcache.target import Target
@@ -90,7 +99,7 @@ class Limits:
 
 
 def route(
-    options: BuildOptions, calibration: Calibration, *, flavour: str, version: str, takes_tables: bool
+    options: BuildOptions, calibration: Calibration, *, takes_tables: bool
 ) -> tuple[BuildOptions, QdqOptions | None]:
     """How int8 reaches the engine: by the table itself, or by Q/DQ nodes made of it.
 
@@ -100,9 +109,7 @@ def route(
     Args:
         options: The request's options.
         calibration: The request's calibration.
-        flavour: The builder's flavour.
-        version: The builder's version.
-        takes_tables: Whether the builder can take tables at all.
+        takes_tables: Whether the builder reads tables.
 
     Returns:
         The options to build with, and how to insert Q/DQ nodes; None where the builder reads the table.
@@ -112,9 +119,7 @@ def route(
     """
     if options.int8 is False:
         raise ConfigError("The request has a calibration and int8=False. Leave one of them out.")
-    numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
-    gone = flavour == "tensorrt" and not option_specs()["int8"].available(flavour, numbers)
-    if not takes_tables or gone or options.strongly_typed:
+    if not takes_tables or options.strongly_typed:
         return options, calibration.qdq
     return replace(options, int8=True), None
 
@@ -220,6 +225,7 @@ class CalibrationTables:
         verify: bool = False,
         degrade: bool = False,
         limits: Limits | None = None,
+        tensorrt: Callable[[CalibrationRun], CalibrationTable | None] | None = None,
         before: Callable[[], object] = lambda: None,
     ) -> StoredTable:
         """The table of a model and its calibration: found, or made once.
@@ -236,6 +242,7 @@ class CalibrationTables:
                 is all that is read.
             degrade: Take a store that cannot answer for an empty one.
             limits: How long to wait and run.
+            tensorrt: Calibrates with TensorRT, where the calibration asks for that.
             before: Called before any calibration, to refuse a request that cannot be served anyway.
 
         Raises:
@@ -248,7 +255,7 @@ class CalibrationTables:
             StoreError: The store could not answer.
         """
         key = self.key(source, calibration, name=name, version=version) if known is None else known.key
-        job = _Job(source, calibration, key, verify, degrade, limits or Limits(), name, version)
+        job = _Job(source, calibration, key, verify, degrade, limits or Limits(), name, version, tensorrt)
         self._refuse_vetoed(job, target)
         given = calibration.load_table()
         if given is not None and not verify:
@@ -396,8 +403,14 @@ class CalibrationTables:
         try:
             job.limits.checkpoint()
             job.calibration.check(_inputs(job.source))
-            with model_at_hand(job.source) as model:
-                measured = quantize.measure(model, job.calibration, fingerprint=key.parts["data"], progress=progress)
+            if job.calibration.runner is CalibrationRunner.TENSORRT:
+                measured, by = self._measure_with_tensorrt(job, progress), "tensorrt"
+            else:
+                with model_at_hand(job.source) as model:
+                    measured = quantize.measure(
+                        model, job.calibration, fingerprint=key.parts["data"], progress=progress
+                    )
+                by = f"onnxruntime {_version_of('onnxruntime')}"
             job.source.verify_unchanged()
         except BaseException as error:
             # What the caller's own data raised goes to the caller as it is.
@@ -411,15 +424,40 @@ class CalibrationTables:
         facts = {
             "batches": measured.batches,
             "samples": measured.samples,
-            "calibrator": f"onnxruntime {_version_of('onnxruntime')}, CPU",
+            "calibrator": by if measured.table.version == 0 else f"{by}, header {measured.table.version}",
         }
         made = Provenance(
             created=began, build_seconds=seconds, creator=f"trt_warmcache {__version__}",
-            host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs", library=f"onnxruntime {_version_of('onnxruntime')}",
+            host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs", library=by,
             model_bytes=job.source.total_bytes,
         )  # fmt: skip
         coverage = measured.table.coverage(measured.tensors)
         return self.publish(key, measured.table, coverage, facts=facts, provenance=made, labels=job.labels)
+
+    def _measure_with_tensorrt(self, job: _Job, progress: Callable[[int, int | None], None]) -> quantize.Measured:
+        """The same as with ONNX Runtime, but TensorRT pulls the batches."""
+        if job.tensorrt is None:
+            raise ConfigError(
+                "runner='tensorrt' needs a builder with INT8 calibrators, which is classic TensorRT 8.6 to 10.16, and a request that says what to build: EngineManager.get. TensorRT 11 and TensorRT-RTX have none: use runner='onnxruntime', whose table becomes Q/DQ nodes there."
+            )
+        inputs = _inputs(job.source)
+        first = next(job.calibration.feed(inputs))
+        count = {"batches": 0, "samples": 0}
+
+        def batches() -> Iterator[Mapping[str, Any]]:
+            for number, batch in enumerate(job.calibration.feed(inputs, expected=job.key.parts["data"]), start=1):
+                yield batch
+                shape = next(iter(batch.values())).shape
+                count["batches"], count["samples"] = number, count["samples"] + (shape[0] if shape else 1)
+                progress(number, job.calibration.batches)
+
+        shapes = {name: tuple(map(int, array.shape)) for name, array in first.items()}
+        table = job.tensorrt(CalibrationRun(str(job.calibration.algorithm), shapes, batches()))
+        if table is None:
+            text = f"{job.key.name}: TensorRT calibrated and wrote no table"
+            self._events.emit(EventKind.CALIBRATION_UNWRITTEN, key=job.key.digest, label=job.key.name, text=text)
+            raise BuildError(f"{text}, so nothing was stored. Use runner='onnxruntime', or look at TensorRT's log.")
+        return quantize.Measured(table, _activations(job.source, table), **count)
 
     def _take(self, job: _Job, table: CalibrationTable) -> StoredTable:
         """Store a table that the request brought along, checked against the model first."""
@@ -596,6 +634,7 @@ class _Job:
     limits: Limits
     name: str | None
     version: str | None
+    tensorrt: Callable[[CalibrationRun], CalibrationTable | None] | None
 
     @cached_property
     def labels(self) -> Labels:
@@ -654,14 +693,18 @@ def _coverage(source: ModelSource, table: CalibrationTable) -> Coverage:
     Raises:
         ModelError: It belongs to another model.
     """
-    names = list(onnx_graph.tensor_names(source.read()))
-    known = table.check(names, model=source.stem)
+    table.check(onnx_graph.tensor_names(source.read()), model=source.stem)
+    return table.coverage(_activations(source, table))
+
+
+def _activations(source: ModelSource, table: CalibrationTable) -> tuple[str, ...]:
+    """The model's floating-point activations, as far as can be told."""
     try:
         with model_at_hand(source) as model:
-            return table.coverage(quantize.float_tensors(model))
+            return quantize.float_tensors(model)
     except ConfigError:
-        # Without ONNX Runtime nobody tells which of the tensors are activations, so none can be said to be missing.
-        return Coverage(known.matched, (), known.unknown, known.unusable)
+        # Without ONNX Runtime nobody tells which tensors are activations, so none can be said to be missing.
+        return tuple(name for name in onnx_graph.tensor_names(source.read()) if name in table.scales)
 
 
 def _version_of(package: str) -> str:

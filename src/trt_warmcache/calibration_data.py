@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-__all__ = ["QDQ_RECIPE", "Calibration", "CalibrationAlgorithm", "InputSpec", "QdqOptions"]
+__all__ = ["QDQ_RECIPE", "Calibration", "CalibrationAlgorithm", "CalibrationRunner", "InputSpec", "QdqOptions"]
 
 Batch: TypeAlias = "dict[str, np.ndarray[Any, Any]]"
 """Input name to array, the whole batch."""
@@ -61,6 +61,18 @@ class CalibrationAlgorithm(str, Enum):
     def of_header(cls, name: str) -> CalibrationAlgorithm:
         """The algorithm that a table's first line calls so."""
         return cls.MINMAX if name == cls.MINMAX.header else cls.ENTROPY
+
+
+class CalibrationRunner(str, Enum):
+    """What runs the model over the data."""
+
+    ONNXRUNTIME = "onnxruntime"
+    """ONNX Runtime on the CPU: the same everywhere, without a GPU, also while no TensorRT is installed."""
+    TENSORRT = "tensorrt"
+    """TensorRT's own calibrators, 8.6 to 10.16, on the GPU and as part of a build. It names fused tensors as that
+    version fuses them."""
+
+    __str__ = str.__str__
 
 
 @dataclass(frozen=True)
@@ -147,6 +159,7 @@ class Calibration:
         version: For folders: the caller's version of the files. The fingerprint is then made of names, sizes and this
             rather than of the files' bytes.
         percentile: Share of the magnitudes that is kept, in percent, for ``"percentile"``.
+        runner: ``"onnxruntime"`` or ``"tensorrt"``; part of the key.
         qdq: How the table becomes Q/DQ nodes, for TensorRT 11 and TensorRT-RTX. Not part of the table's key.
 
     Raises:
@@ -162,10 +175,14 @@ class Calibration:
     loader: Callable[[Path], Any] | None = None
     version: str | None = None
     percentile: float = 99.99
+    runner: CalibrationRunner | str = CalibrationRunner.ONNXRUNTIME
     qdq: QdqOptions = QdqOptions()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "algorithm", to_enum(CalibrationAlgorithm, self.algorithm, "algorithm"))
+        object.__setattr__(self, "runner", to_enum(CalibrationRunner, self.runner, "runner"))
+        if self.runner is CalibrationRunner.TENSORRT and self.algorithm is CalibrationAlgorithm.PERCENTILE:
+            raise ConfigError("TensorRT's own calibrators know no percentile: runner='onnxruntime' does.")
         if self.batches is not None and (type(self.batches) is not int or self.batches < 1):
             raise ConfigError(f"batches must be a positive whole number or None for all, not {self.batches!r}.")
         if not 50 < self.percentile <= 100:
@@ -220,12 +237,15 @@ class Calibration:
         algorithm = str(self.algorithm)
         if self.algorithm is CalibrationAlgorithm.PERCENTILE:
             algorithm += f":{float(self.percentile)!r}"
-        return {
+        parts = {
             "data": data_fingerprint,
             "algorithm": algorithm,
             "batches": self.batches,
             "preprocess": self.preprocess,
         }
+        # A table that is given was made by whoever made it.
+        other = self.runner is not CalibrationRunner.ONNXRUNTIME and self.table is None
+        return {**parts, "runner": str(self.runner)} if other else parts
 
     def find_fingerprint(self, inputs: Sequence[InputSpec], *, digest_file: Callable[[Path], str] | None = None) -> str:
         """The fingerprint of data and order.

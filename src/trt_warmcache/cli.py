@@ -10,20 +10,27 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import datetime, timezone
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from trt_warmcache import cli_fleet
-from trt_warmcache._cli import find_entry, json_option, store_option, store_places
 from trt_warmcache._version import __version__
+from trt_warmcache.cli_calibration import calib, calibrate, request_calibration, request_options
+from trt_warmcache.cli_common import (
+    date_text,
+    find_entry,
+    json_option,
+    progress_hook,
+    size_text,
+    store_argument,
+    store_option,
+)
+from trt_warmcache.cli_timing import timing as timing_commands
 from trt_warmcache.engine import Engine
 from trt_warmcache.errors import ConfigError, IntegrityError, MissError, UntrustedError, WarmCacheError
-from trt_warmcache.events import Event, EventKind
 from trt_warmcache.explain import stored_manifests
 from trt_warmcache.export import export_entry, file_names
 from trt_warmcache.keys import Kind
@@ -125,7 +132,7 @@ def _request_options(command: _F) -> _F:
         )
     ):
         command = option(command)
-    return command
+    return request_options(command)
 
 
 def _fields(given: dict[str, Any]) -> dict[str, Any]:
@@ -138,6 +145,7 @@ def _fields(given: dict[str, Any]) -> dict[str, Any]:
         "name": given["name"],
         "version": given["model_version"],
         "recipe": given["recipe"],
+        "calibration": request_calibration(given),
     }
 
 
@@ -153,11 +161,15 @@ def _assignment(text: str) -> tuple[str, Any]:
 
 def _manager(given: dict[str, Any], **more: Any) -> EngineManager:
     return EngineManager(
-        store_places(given["stores"]),
+        store_argument(given["stores"]),
         builder=given["builder"] or Settings.from_env(os.environ).builder,
         target=Target(compute_capabilities=given["capabilities"]) if given["capabilities"] else None,
         **more,
     )
+
+
+main.add_command(calibrate)
+main.add_command(calib)
 
 
 # ---- commands ---------------------------------------------------------------------------------------------------
@@ -183,7 +195,7 @@ def build(
     """Build the engine of MODEL, or fetch it if it is stored already."""
     policy = Policy(on_miss=OnMiss.RAISE if no_build else OnMiss.BUILD, refresh=refresh)
     started = time.perf_counter()
-    with _progress(quiet=as_json) as hook, _manager(given, policy=policy, hooks=[hook]) as manager:
+    with progress_hook(quiet=as_json) as hook, _manager(given, policy=policy, hooks=[hook]) as manager:
         engine = manager.get(given["model"], timeout=timeout, **_fields(given))
         seconds = time.perf_counter() - started
         files = _write_files(manager.store, engine, output) if gen_cache else []
@@ -191,7 +203,7 @@ def build(
             click.echo(json.dumps({**_engine_json(engine), "seconds": seconds, "files": [str(path) for path in files]}))
         else:
             click.echo(
-                f"{engine.outcome.value}: {engine.key.name} ({engine.key.digest[:12]}), {_bytes(engine.plan.nbytes)} in {seconds:.3f} s"
+                f"{engine.outcome.value}: {engine.key.name} ({engine.key.digest[:12]}), {size_text(engine.plan.nbytes)} in {seconds:.3f} s"
             )
             if engine.publish_error is not None:
                 click.echo(f"Not stored: {engine.publish_error.message}", err=True)
@@ -201,17 +213,9 @@ def build(
 
 def _write_files(store: Store, engine: Engine, folder: Path) -> list[Path]:
     """The engine, its timing cache and its calibration table, as far as there are any."""
-    from trt_warmcache.keys import timing_key
-
     wanted = [engine.manifest]
-    provenance = engine.manifest.provenance
-    timing = timing_key(
-        flavour=engine.key.parts["builder.flavour"],
-        version=engine.key.parts["builder.version"],
-        target=Target.from_json(provenance.target),
-    )
     for kind, digest in (
-        (Kind.TIMING, timing.digest),
+        (Kind.TIMING, engine.manifest.extra.get("timing_key", "")),
         (Kind.CALIBRATION, engine.manifest.extra.get("calibration_key", "")),
     ):
         found = store.manifest(kind, digest) if digest else None
@@ -226,9 +230,10 @@ def _write_files(store: Store, engine: Engine, folder: Path) -> list[Path]:
 @_request_options
 @json_option
 def key(*, as_json: bool, **given: Any) -> None:
-    """Print the key of MODEL's engine; the store is not touched."""
-    with _manager({**given, "stores": ("memory://",)}) as manager:
-        found = manager.key(given["model"], **_fields(given))
+    """Print the key of MODEL's engine; the store is not touched, but for the table of a calibration."""
+    fields = _fields(given)
+    with _manager({**given, "stores": () if fields["calibration"] else ("memory://",)}) as manager:
+        found = manager.key(given["model"], **fields)
     if as_json:
         click.echo(json.dumps({"digest": found.digest, "name": found.name, "parts": dict(found.parts)}))
     else:
@@ -258,7 +263,7 @@ def explain(*, as_json: bool, nearest: int, **given: Any) -> None:
 def list_entries(*, stores: tuple[str, ...], as_json: bool, kind: str | None) -> None:
     """List what is stored."""
     kinds = [Kind(kind)] if kind else list(Kind)
-    with open_store(store_places(stores)) as store:
+    with open_store(store_argument(stores)) as store:
         found = [manifest for one in kinds for manifest in stored_manifests(store, one)]
     if as_json:
         click.echo(json.dumps([_summary(manifest) for manifest in found]))
@@ -266,10 +271,10 @@ def list_entries(*, stores: tuple[str, ...], as_json: bool, kind: str | None) ->
     for manifest in found:
         made = manifest.provenance
         click.echo(
-            f"{manifest.key[:12]}  {manifest.kind:11}  {_bytes(manifest.size):>10}  {_date(made.created)}  "
+            f"{manifest.key[:12]}  {manifest.kind:11}  {size_text(manifest.size):>10}  {date_text(made.created)}  "
             f"{made.build_seconds:7.1f} s  {made.library or '-':12}  {manifest.labels.entry or '-'}"
         )
-    click.echo(f"{len(found)} entries, {_bytes(sum(manifest.size for manifest in found))}")
+    click.echo(f"{len(found)} entries, {size_text(sum(manifest.size for manifest in found))}")
 
 
 @main.command()
@@ -278,7 +283,7 @@ def list_entries(*, stores: tuple[str, ...], as_json: bool, kind: str | None) ->
 @json_option
 def show(*, key_or_name: str, stores: tuple[str, ...], as_json: bool) -> None:
     """Show one entry: its KEY (or the beginning of it) or its name."""
-    with open_store(store_places(stores)) as store:
+    with open_store(store_argument(stores)) as store:
         manifest = find_entry(store, key_or_name)
     if as_json:
         click.echo(json.dumps(manifest.to_json()))
@@ -286,7 +291,7 @@ def show(*, key_or_name: str, stores: tuple[str, ...], as_json: bool) -> None:
     made = manifest.provenance
     rows = {
         "key": manifest.key, "kind": manifest.kind, "name": manifest.labels.entry, "model": manifest.labels.model,
-        "version": manifest.labels.version, "size": _bytes(manifest.size), "built": _date(made.created),
+        "version": manifest.labels.version, "size": size_text(manifest.size), "built": date_text(made.created),
         "build time": f"{made.build_seconds:.2f} s", "library": made.library, "built on": made.host, "built by": made.creator,
     }  # fmt: skip
     for name, value in rows.items():
@@ -302,7 +307,7 @@ def show(*, key_or_name: str, stores: tuple[str, ...], as_json: bool) -> None:
             for part, value in sorted(table.items()):
                 click.echo(f"  {part}: {value if isinstance(value, str) else json.dumps(value)}")
     for blob in manifest.blobs:
-        click.echo(f"payload {blob.role}: {blob.digest}, {_bytes(blob.size)}")
+        click.echo(f"payload {blob.role}: {blob.digest}, {size_text(blob.size)}")
     for warning in made.warnings:
         click.echo(f"warning: {warning}")
 
@@ -388,70 +393,5 @@ def _engine_json(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    raise AssertionError  # the loop always returns
-
-
-def _date(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M") if seconds else "-"
-
-
-@contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[[Event], None]]:
-    """A hook that shows a build: a bar on a terminal, a few plain lines elsewhere, nothing for programs."""
-    if quiet:
-        yield lambda _event: None
-        return
-    if not sys.stderr.isatty():
-        yield _plain_progress
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, Any] = {}
-
-        def show(event: Event) -> None:
-            if event.kind is not EventKind.BUILD_PROGRESS:
-                return
-            phase, total = event.detail["phase"], event.detail["total"]
-            if phase not in tasks:
-                indent = "  " if event.detail["parent"] else ""
-                tasks[phase] = bars.add_task(indent + phase, total=total)
-            bars.update(tasks[phase], completed=event.detail["step"], total=total)
-            if event.detail["parent"] and event.detail["step"] >= total:
-                bars.remove_task(tasks.pop(phase))
-
-        yield show
-
-
-_TOLD = {
-    EventKind.BUILD_START,
-    EventKind.BUILD_SLOW,
-    EventKind.BUILD_END,
-    EventKind.WAIT,
-    EventKind.QUARANTINED,
-    EventKind.WARNING,
-}
-
-
-def _plain_progress(event: Event) -> None:
-    if event.kind in _TOLD:
-        seconds = "" if event.seconds is None else f" ({event.seconds:.1f} s)"
-        click.echo(
-            f"{event.kind.value.replace('_', ' ')}: {event.detail.get('text') or event.label}{seconds}", err=True
-        )
-
-
-for _command in cli_fleet.COMMANDS:
+for _command in (*cli_fleet.COMMANDS, timing_commands):
     main.add_command(_command)

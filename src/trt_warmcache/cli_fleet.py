@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import click
 
-from trt_warmcache._cli import find_entry, json_option, store_option, store_places
 from trt_warmcache.bundle import CopyReport, copy_store, export_bundle, import_bundle, verify_store
+from trt_warmcache.cli_common import find_entry, json_option, store_argument, store_option
 from trt_warmcache.errors import ConfigError, IntegrityError
 from trt_warmcache.eviction import EvictionRules, plan_eviction, scan
 from trt_warmcache.keys import Kind
@@ -116,7 +116,7 @@ def gc(*, stores: tuple[str, ...], as_json: bool, dry_run: bool, **rules: Any) -
         kinds=tuple(map(Kind, rules["kinds"])),
         grace_seconds=rules["grace"],
     )
-    with open_store(store_places(stores)) as store:
+    with open_store(store_argument(stores)) as store:
         _run_plan(store, made, uses, as_json=as_json, dry_run=dry_run)
 
 
@@ -127,7 +127,7 @@ def gc(*, stores: tuple[str, ...], as_json: bool, dry_run: bool, **rules: Any) -
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 def rm(*, stores: tuple[str, ...], as_json: bool, keys: tuple[str, ...], dry_run: bool) -> None:
     """Remove entries, and the payloads that no other entry needs."""
-    with open_store(store_places(stores)) as store:
+    with open_store(store_argument(stores)) as store:
         digests = tuple(find_entry(store, key).key for key in keys)
         _run_plan(store, EvictionRules(keys=digests), None, as_json=as_json, dry_run=dry_run)
 
@@ -158,7 +158,7 @@ def _run_plan(store: Store, rules: EvictionRules, uses: UseLog | None, *, as_jso
 @click.option("--note", default="", help="Why.")
 def pin_command(*, stores: tuple[str, ...], keys: tuple[str, ...], note: str) -> None:
     """Keep entries from being evicted."""
-    with open_store(store_places(stores)) as store:
+    with open_store(store_argument(stores)) as store:
         for key in keys:
             found = find_entry(store, key)
             pin(store, Kind(found.kind), found.key, note=note)
@@ -170,7 +170,7 @@ def pin_command(*, stores: tuple[str, ...], keys: tuple[str, ...], note: str) ->
 @click.argument("keys", metavar="KEY_OR_NAME...", nargs=-1, required=True)
 def unpin_command(*, stores: tuple[str, ...], keys: tuple[str, ...]) -> None:
     """Let entries be evicted again."""
-    with open_store(store_places(stores)) as store:
+    with open_store(store_argument(stores)) as store:
         for key in keys:
             found = find_entry(store, key)
             was = unpin(store, Kind(found.kind), found.key)
@@ -198,7 +198,7 @@ def export_command(
     everything: bool,
 ) -> None:
     """Write entries to a bundle: readable names, checksums, the same bytes for the same entries."""
-    with open_store(store_places(stores)) as store:
+    with open_store(store_argument(stores)) as store:
         names = export_bundle(store, _chosen(store, keys, models, everything=everything), output)
     click.echo(json.dumps(names) if as_json else f"wrote {output} with {len(names)} files")
 
@@ -209,7 +209,7 @@ def export_command(
 @click.argument("source", type=click.Path(path_type=Path))
 def import_command(*, stores: tuple[str, ...], as_json: bool, source: Path) -> None:
     """Put a bundle's entries into the store. What is there already stays."""
-    with open_store(store_places(stores)) as store:
+    with open_store(store_argument(stores)) as store:
         _tell_moved(import_bundle(store, source), as_json=as_json)
 
 
@@ -279,7 +279,7 @@ def verify(
     """Read every entry and check its bytes; exit with code 4 if any is damaged or, with --signed, not trusted."""
     if signed != bool(trusted):
         raise ConfigError("--signed and --trusted belong together: say which keys to trust.")
-    with open_store(store_places(stores)) as opened:
+    with open_store(store_argument(stores)) as opened:
         store = secured(opened, keyring=Keyring.load(*trusted)) if signed else opened
         with _counter("checked", quiet=as_json) as count:
             last = 0
@@ -341,7 +341,7 @@ def sign(
     """Sign entries that are stored already, after checking their bytes. Signatures by other keys stay."""
     signer = Signer.load(key_file)
     done = []
-    with open_store(store_places(stores)) as store:
+    with open_store(store_argument(stores)) as store:
         for manifest in _chosen(store, keys, models, everything=everything):
             for ref in manifest.blobs:
                 store.fetch(ref, rehash=True).close()

@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from trt_warmcache.errors import StoreError
 from trt_warmcache.keys import Kind
@@ -14,7 +15,7 @@ from trt_warmcache.names import with_digest
 from trt_warmcache.stores import Store
 from trt_warmcache.stores._errors import from_os_error
 
-__all__ = ["EXTENSIONS", "export_entry", "file_names"]
+__all__ = ["EXTENSIONS", "export_entry", "file_names", "write_whole"]
 
 #: File-name extension per kind of entry.
 EXTENSIONS = {Kind.ENGINE: ".engine", Kind.TIMING: ".cache", Kind.CALIBRATION: ".calib", Kind.RUNTIME: ".runtime"}
@@ -54,17 +55,27 @@ def export_entry(store: Store, manifest: Manifest, folder: Path, name: str) -> P
         StoreError: It cannot be read, or the file cannot be written.
     """
     payload = store.fetch(manifest.blobs[0])
-    target = folder / name
-    temporary = folder / f".tmp-{os.getpid()}-{secrets.token_hex(8)}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        return write_whole(folder / name, payload.view)
+    finally:
+        payload.close()
+
+
+def write_whole(target: Path, data: Any) -> Path:
+    """Write a file, whole or not at all; its folder is created if needed.
+
+    Raises:
+        StoreError: It cannot be written.
+    """
+    temporary = target.parent / f".tmp-{os.getpid()}-{secrets.token_hex(8)}"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("xb") as file:
-            file.write(payload.view)
+            file.write(data)
         temporary.replace(target)
     except OSError as error:
         raise _cannot_write(error, target) from error
     finally:
-        payload.close()
         temporary.unlink(missing_ok=True)
     return target
 

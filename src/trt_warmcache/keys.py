@@ -228,7 +228,14 @@ def timing_key(*, flavour: str, version: str, target: Target, scope: str = "", n
 
 
 def calibration_key(
-    *, model: str, data: str, algorithm: str, batches: int | None, preprocess: str | None, name: str = ""
+    *,
+    model: str,
+    data: str,
+    algorithm: str,
+    batches: int | None,
+    preprocess: str | None,
+    runner: str | None = None,
+    name: str = "",
 ) -> CalibrationKey:
     """The key of a calibration table.
 
@@ -238,9 +245,18 @@ def calibration_key(
         algorithm: Calibration algorithm.
         batches: How many batches are used; None for all.
         preprocess: The caller's tag for how samples are prepared.
+        runner: What runs the model, where it is not ONNX Runtime.
         name: Readable name; not part of the identity.
     """
-    parts = {"model": model, "data": data, "algorithm": algorithm, "batches": batches, "preprocess": preprocess}
+    parts: dict[str, Any] = {
+        "model": model,
+        "data": data,
+        "algorithm": algorithm,
+        "batches": batches,
+        "preprocess": preprocess,
+    }
+    if runner is not None:
+        parts["runner"] = runner
     return CalibrationKey(Kind.CALIBRATION, parts, name)
 
 

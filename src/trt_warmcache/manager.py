@@ -18,14 +18,21 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
 from trt_warmcache import manifest as manifests
-from trt_warmcache import timing
 from trt_warmcache._version import __version__
-from trt_warmcache.builders import BuildInputs, BuildOutput, EngineBuilder, Progress, select_builder
+from trt_warmcache.builders import (
+    BuildInputs,
+    BuildOutput,
+    CalibrationRun,
+    EngineBuilder,
+    Progress,
+    isolated,
+    select_builder,
+)
 from trt_warmcache.calibration import CalibrationTables, Limits, StoredTable, bytes_for_builder, quantized, route
 from trt_warmcache.calibration_data import Calibration, QdqOptions
 from trt_warmcache.calibration_table import CalibrationTable
@@ -43,7 +50,7 @@ from trt_warmcache.errors import (
 )
 from trt_warmcache.events import EventKind, Events, Hook
 from trt_warmcache.explain import Explanation, explain, stored_manifests
-from trt_warmcache.keys import EngineKey, Kind, engine_key, label_for, timing_key
+from trt_warmcache.keys import EngineKey, Kind, engine_key, label_for
 from trt_warmcache.manifest import Labels, Manifest, Provenance
 from trt_warmcache.memo import DigestMemo, default_memo_folder
 from trt_warmcache.model import ModelSource, ModelSummary, file_digest
@@ -55,6 +62,7 @@ from trt_warmcache.singleflight import Heartbeat, SingleFlight, WaitLimits, acqu
 from trt_warmcache.stores import Lock, Payload, Store, open_store
 from trt_warmcache.stores._local import LockUnavailable
 from trt_warmcache.target import Target
+from trt_warmcache.timing import TimingSession
 from trt_warmcache.trust import Keyring, Signer, secured
 from trt_warmcache.uses import UseLog
 from trt_warmcache.warm import WarmReport, WarmRow
@@ -459,9 +467,7 @@ class EngineManager:
         table, qdq = None, None
         if request.calibration is not None:
             takes = builder.capabilities.calibration_table
-            options, qdq = route(
-                options, request.calibration, flavour=builder.flavour, version=version, takes_tables=takes
-            )
+            options, qdq = route(options, request.calibration, takes_tables=takes)
             try:
                 table = self._table(request, source, target, options, deadline, make=tables == "make")
             except MissError:
@@ -511,8 +517,23 @@ class EngineManager:
             if self._closed:
                 raise BuildError("The manager was closed during a calibration.")
 
+        def on_gpu(run: CalibrationRun) -> CalibrationTable | None:
+            inputs = BuildInputs(
+                model=source,
+                network_name="calibration",
+                profiles=validate_profiles(request.profiles, source.summary),
+                options=options,
+                target=target,
+                calibration=run,
+                plugins=request.plugins,
+                checkpoint=checkpoint,
+            )
+            table: CalibrationTable | None = self.builder.calibrate(inputs)  # type: ignore[attr-defined]
+            return table
+
         assert request.calibration is not None
-        return self.tables.get(
+        able = self.builder.capabilities.calibration_table and hasattr(self.builder, "calibrate")
+        return self._tables_for(policy).get(
             source,
             request.calibration,
             name=request.name,
@@ -520,6 +541,7 @@ class EngineManager:
             target=target,
             degrade=policy.store_errors is StoreErrors.DEGRADE,
             limits=Limits(wait_seconds, policy.slow_build_seconds, checkpoint),
+            tensorrt=on_gpu if able else None,
             before=lambda: self.builder.check(options, target),
             **how,
         )
@@ -556,6 +578,12 @@ class EngineManager:
     def _store_for(self, call: _Call) -> Store:
         """The store as this call's policy wants to see it."""
         return self._strict_store() if call.policy.trust is Trust.SIGNED else self.store
+
+    def _tables_for(self, policy: Policy) -> CalibrationTables:
+        """The tables as a request's policy wants to see them."""
+        if policy.trust is not Trust.SIGNED or self.store is self._strict:
+            return self.tables
+        return CalibrationTables(self._strict_store(), memo=self._memo, events=self._events)
 
     # ---- looking ----------------------------------------------------------------------------------------------
 
@@ -771,32 +799,37 @@ class EngineManager:
             self._events.emit(EventKind.LOCK_UNAVAILABLE, key=call.key.digest, label=call.label, text=error.message)
 
     def _build_and_publish(self, call: _Call) -> Engine:
-        stored_timing, timings_key = None, None
-        if self.builder.capabilities.timing_cache:
-            timings_key = timing_key(flavour=self.builder.flavour, version=self.builder.version(), target=call.target)
-            stored_timing = timing.load(self._store_for(call), timings_key, self._events)
+        timing = TimingSession.begin(
+            self._store_for(call),
+            self.builder,
+            call.target,
+            call.options,
+            model_name=call.labels().name,
+            events=self._events,
+        )
         started_at = time.time()
         with call.stage("build"):
-            output = self._build(call, None if stored_timing is None else stored_timing.data)
+            output = self._build(call, timing.blob)
         provenance = self._provenance(call, output, started_at)
         plan = memoryview(output.plan).cast("B").toreadonly()
         with call.stage("publish"):
             ref = manifests.describe_blob(_ROLE, plan)
-            extra = {} if call.table is None else {"calibration_key": call.table.key.digest}
+            extra = self._facts(call, output, timing)
             manifest = manifests.seal(call.key, (ref,), provenance=provenance, labels=call.labels(), extra=extra)
             engine = self._publish(call, manifest, plan)
-            if timings_key is not None and output.timing is not None:
-                timing.publish(
-                    self._store_for(call),
-                    timings_key,
-                    self.builder,
-                    output.timing,
-                    stored_timing,
-                    provenance=provenance,
-                    labels=Labels(entry=timings_key.name),
-                    events=self._events,
-                )
+            timing.finish(output, provenance)
         return engine
+
+    @staticmethod
+    def _facts(call: _Call, output: BuildOutput, timing: TimingSession) -> dict[str, Any]:
+        """What an entry says beyond key and provenance: the entries it was made with, and what it needs."""
+        facts = {
+            "calibration_key": None if call.table is None else call.table.key.digest,
+            "timing_key": None if timing.key is None else timing.key.digest,
+            "tactics": None if output.tactics is None else output.tactics.to_json(),
+            "plugins": list(output.plugins) or None,
+        }
+        return {name: value for name, value in facts.items() if value is not None}
 
     def _build(self, call: _Call, timing_blob: bytes | None) -> BuildOutput:
         policy, key = call.policy, call.key.digest
@@ -844,15 +877,17 @@ class EngineManager:
             timing=timing_blob,
             calibration=table,
             plugins=call.request.plugins,
+            configure=call.request.configure,
             on_progress=on_progress,
             checkpoint=checkpoint,
         )
+        builder = isolated(self.builder, policy, target=call.target, configure=call.request.configure)
         self._warn_if_not_writable(call)
         self._events.emit(EventKind.BUILD_START, key=key, label=call.label)
         try:
             checkpoint()
             with Heartbeat(max(policy.slow_build_seconds, 0.01), slow):
-                output = self.builder.build(inputs)
+                output = builder.build(inputs)
             self._check_output(call, output)
             call.source.verify_unchanged()
         except BaseException as error:
@@ -967,6 +1002,7 @@ class EngineManager:
             return None
 
     def _build_in_background(self, call: _Call) -> Future[Engine]:
+        call.policy = call.policy.detached()
         return self._in_background(call.key.digest, lambda: self._build_once(call))
 
     def _in_background(self, digest: str, work: Callable[[], Engine]) -> Future[Engine]:
@@ -1012,7 +1048,7 @@ class EngineManager:
 
     def _warm_row(self, request: EngineRequest) -> WarmRow:
         started = time.perf_counter()
-        engine = self.get(request)
+        engine = self.get(replace(request, policy=(request.policy or self.policy).detached()))
         try:
             return WarmRow.done(request, engine, time.perf_counter() - started)
         finally:

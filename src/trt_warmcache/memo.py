@@ -112,13 +112,17 @@ class DigestMemo:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._recent: OrderedDict[str, _Entry] = OrderedDict()
+        self._decoded: dict[str, tuple[_Entry, Any]] = {}
 
-    def get(self, path: str | os.PathLike[str], stat: os.stat_result) -> Any | None:
+    def get(
+        self, path: str | os.PathLike[str], stat: os.stat_result, *, decode: Callable[[Any], Any] | None = None
+    ) -> Any | None:
         """What was remembered for this file, or None.
 
         Args:
             path: The file as requested; links are not resolved, relative paths count from the working folder.
             stat: Its present status, links followed.
+            decode: Makes something better of the value; its result is kept in this process and returned instead.
 
         Returns:
             The value given to :meth:`put`, shared between callers: do not change it.
@@ -131,13 +135,20 @@ class DigestMemo:
             entry = self._recent.get(path)
             if entry is not None:
                 self._recent.move_to_end(path)
-        if entry is not None and _holds(entry, identity, now):
-            return entry.value
-        entry = self._load(path)
-        if entry is None or not _holds(entry, identity, now) or _on_network(path):
-            return None
-        self._keep(path, entry)
-        return entry.value
+        if entry is None or not _holds(entry, identity, now):
+            entry = self._load(path)
+            if entry is None or not _holds(entry, identity, now) or _on_network(path):
+                return None
+            self._keep(path, entry)
+        return entry.value if decode is None else self._decoded_value(path, entry, decode)
+
+    def _decoded_value(self, path: str, entry: _Entry, decode: Callable[[Any], Any]) -> Any | None:
+        kept = self._decoded.get(path)
+        if kept is None or kept[0] is not entry:
+            if len(self._decoded) >= _MAX_ENTRIES:
+                self._decoded.clear()
+            kept = self._decoded[path] = (entry, decode(entry.value))
+        return kept[1]
 
     def put(self, path: str | os.PathLike[str], stat: os.stat_result, value: Any, started_ns: int) -> bool:
         """Remember a value computed from a file's content.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import posixpath
 import re
@@ -98,7 +99,7 @@ class ModelSource:
         if isinstance(model, (str, os.PathLike)):
             text = os.fspath(model)
             if isinstance(text, str) and text:
-                return _from_path(_from_file_url(text) if text.startswith("file://") else user_path(text), memo)
+                return _from_path(_absolute_path(text) if text.startswith("/") else _relative_path(text), memo)
         raise ConfigError(f"model must be a path, a URL, bytes or an onnx.ModelProto, not {type(model).__name__}.")
 
     def read(self) -> bytes:
@@ -216,8 +217,17 @@ def _from_file_url(url: str) -> Path:
     return path if os.path.lexists(path) else user_path(unquote(plain))
 
 
+@functools.lru_cache(maxsize=256)
+def _absolute_path(text: str) -> Path:
+    """The path of an absolute text; a service names the same model at every request."""
+    return Path(text)
+
+
+def _relative_path(text: str) -> Path:
+    return (_from_file_url(text) if text.startswith("file://") else user_path(text)).absolute()
+
+
 def _from_path(path: Path, memo: DigestMemo) -> ModelSource:
-    path = path.absolute()
     with _readable(path):
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -232,12 +242,10 @@ def _from_path(path: Path, memo: DigestMemo) -> ModelSource:
 
 
 def _graph(path: Path, status: os.stat_result, memo: DigestMemo) -> tuple[_File, ModelSummary]:
-    known = memo.get(path, status)
-    if isinstance(known, dict):
-        summary = summary_from_json(known.get("summary"))
-        digest = known.get("digest")
-        if summary is not None and isinstance(digest, str):
-            return _File(str(path), status.st_size, digest, status), summary
+    known = memo.get(path, status, decode=_read_facts)
+    if known is not None:
+        digest, summary = known
+        return _File(str(path), status.st_size, digest, status), summary
     started = memo.clock()
     with path.open("rb", buffering=0) as file:
         status = os.fstat(file.fileno())
@@ -251,6 +259,14 @@ def _graph(path: Path, status: os.stat_result, memo: DigestMemo) -> tuple[_File,
             raise _changed(str(path))
     memo.put(path, status, {"digest": digest, "summary": summary_to_json(summary)}, started)
     return _File(str(path), status.st_size, digest, status), summary
+
+
+def _read_facts(value: Any) -> tuple[str, ModelSummary] | None:
+    """Digest and summary of a graph file, from what a memo kept; None if it kept something else."""
+    if not isinstance(value, dict) or not isinstance(value.get("digest"), str):
+        return None
+    summary = summary_from_json(value.get("summary"))
+    return None if summary is None else (value["digest"], summary)
 
 
 def _side(model: Path, location: str, needed: int, tensor: str, memo: DigestMemo) -> _File:
@@ -306,12 +322,16 @@ def _from_url(url: str) -> ModelSource:
 
 def _locations(summary: ModelSummary) -> Iterator[tuple[str, int, str]]:
     """Each side file once: its location, the bytes it must have, and the tensor that needs most of it."""
-    needs: dict[str, tuple[int, str]] = {}
+    spelled: dict[str, tuple[int, str]] = {}
     for tensor in summary.external:
-        location = _safe_location(tensor.location, tensor.tensor)
         needed = tensor.offset + tensor.nbytes
-        if location not in needs or needed > needs[location][0]:
-            needs[location] = (needed, tensor.tensor)
+        if tensor.location not in spelled or needed > spelled[tensor.location][0]:
+            spelled[tensor.location] = (needed, tensor.tensor)
+    # Thousands of tensors share a file or two, so each spelling is checked once; two spellings may mean one file.
+    needs: dict[str, tuple[int, str]] = {}
+    for location, need in spelled.items():
+        plain = _safe_location(location, need[1])
+        needs[plain] = max(need, needs.get(plain, need))
     for location, (needed, name) in sorted(needs.items()):
         yield location, needed, name
 

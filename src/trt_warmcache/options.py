@@ -392,7 +392,9 @@ class BuildOptions:
             raise ConfigError("tactics of a timing cache cannot be pinned with timing='off'.")
 
     def __hash__(self) -> int:
-        return hash(tuple(sorted((name, _frozen(value)) for name, value in self.to_json().items())))
+        # Of the options set, the names only: forty values would be frozen at every request, and equality decides
+        # anyway. Requests of one process rarely differ in anything but values.
+        return hash(tuple([name for name, value in self.__dict__.items() if value is not None]))
 
     @classmethod
     def preset(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
+from trt_warmcache import _checks as checks
 from trt_warmcache._fields import strict_fields, to_enum
 from trt_warmcache.errors import ConfigError
 
-__all__ = ["Cover", "OnMiss", "OnWait", "Policy", "StoreErrors", "Trust"]
+__all__ = ["Cover", "Isolation", "OnMiss", "OnWait", "Policy", "StoreErrors", "Trust"]
 
 
 class OnMiss(str, Enum):
@@ -57,6 +58,20 @@ class OnWait(str, Enum):
     """Build it here as well: twice the work, never a wrong result."""
 
 
+class Isolation(str, Enum):
+    """In which process builds run."""
+
+    AUTO = "auto"
+    """In this process for `get`; in a fresh one for background builds and `warm`, where request and builder can travel,
+    and wherever a limit is asked for that only a process of its own can keep."""
+    NONE = "none"
+    """In this process: no start-up cost, but a crash of TensorRT takes the process along."""
+    PROCESS = "process"
+    """In a fresh process each: a crash, a hang or a memory hog is a :class:`~trt_warmcache.BuildError`."""
+    WHERE_POSSIBLE = "where_possible"
+    """In a fresh process where request and builder can travel, else in this one."""
+
+
 @strict_fields
 @dataclass(frozen=True)
 class Policy:
@@ -70,8 +85,11 @@ class Policy:
         on_wait: See :class:`OnWait`.
         slow_build_seconds: A build or wait longer than this is logged as a warning, and again at every multiple.
         wait_seconds: Longest wait for another process's build, in seconds.
-        build_seconds: Longest build, in seconds; None sets no limit. Needs a builder that reports progress, since
-            TensorRT can only be stopped at a step.
+        build_seconds: Longest build, in seconds; None sets no limit. In this process TensorRT can only be stopped at a
+            step of its progress; a process of its own is ended at once.
+        isolation: See :class:`Isolation`.
+        build_memory_bytes: Most address space of a building process; None sets no limit. See
+            :class:`~trt_warmcache.builders.ProcessLimits` on what CUDA needs.
         rehash: Hash model files and stored plans anew at every use instead of trusting the digest memo.
         refresh: Build anew even if an entry is stored, and put the new one in its place. The old one serves others
             until then.
@@ -93,6 +111,8 @@ class Policy:
     rehash: bool = False
     refresh: bool = False
     driver_in_key: bool = False
+    isolation: Isolation | Literal["auto", "none", "process", "where_possible"] = Isolation.AUTO
+    build_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for field, kind in (
@@ -101,6 +121,7 @@ class Policy:
             ("trust", Trust),
             ("store_errors", StoreErrors),
             ("on_wait", OnWait),
+            ("isolation", Isolation),
         ):
             object.__setattr__(self, field, to_enum(kind, getattr(self, field), f"Policy.{field}"))
         for field in ("slow_build_seconds", "wait_seconds", "build_seconds"):
@@ -108,6 +129,17 @@ class Policy:
         for field in ("rehash", "refresh", "driver_in_key"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"Policy.{field} must be True or False, not {getattr(self, field)!r}.")
+        memory = self.build_memory_bytes
+        if memory is not None:
+            checks.whole(1)("Policy.build_memory_bytes", memory)
+        if memory is not None and self.isolation is Isolation.NONE:
+            raise ConfigError("Policy.build_memory_bytes limits a building process; isolation='none' has none.")
+
+    def detached(self) -> Policy:
+        """The same policy for a build that nobody's call waits for in this thread."""
+        if self.isolation is not Isolation.AUTO:
+            return self
+        return replace(self, isolation=Isolation.WHERE_POSSIBLE)
 
 
 def check_seconds(value: object, field: str, *, optional: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -319,6 +320,18 @@ def _items(mapping: Any, field: str) -> list[tuple[str, Any]]:
 def _range(name: str, spec: Any, *, smallest: int | None = 0) -> ShapeRange:
     if isinstance(spec, ShapeRange):
         spec = (spec.min, spec.opt, spec.max)
+    if isinstance(spec, str) or (isinstance(spec, (tuple, list)) and all(isinstance(part, str) for part in spec)):
+        return _range_of_text(name, spec if isinstance(spec, str) else tuple(spec), smallest)
+    return _read_range(name, spec, smallest)
+
+
+@functools.lru_cache(maxsize=1024)
+def _range_of_text(name: str, spec: str | tuple[str, ...], smallest: int | None) -> ShapeRange:
+    """A service spells the same shapes at every request. Text only: equal numbers may be of types that are refused."""
+    return _read_range(name, spec, smallest)
+
+
+def _read_range(name: str, spec: Any, smallest: int | None) -> ShapeRange:
     if isinstance(spec, str) and ":" in spec:
         spec = spec.split(":")
     if (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -37,6 +37,9 @@ class EngineRequest:
         policy: Overrides the manager's policy for this request.
         timeout: Most seconds that the whole call may take, waiting and building included; None sets no limit.
         target: Overrides the manager's target for this request.
+        configure: Called as ``configure(network, config)`` with TensorRT's own objects after everything else was set,
+            for whatever the options do not offer. Its effect cannot be seen from outside, so a `recipe` must name it,
+            and change with it.
 
     Raises:
         ConfigError: An unknown field (naming the nearest), or a value that cannot be meant.
@@ -53,6 +56,7 @@ class EngineRequest:
     policy: Policy | None = None
     timeout: float | None = None
     target: Target | None = None
+    configure: Callable[[Any, Any], Any] | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -77,6 +81,13 @@ class EngineRequest:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or printable(value) != value):
                 raise ConfigError(f"{name} must be text that UTF-8 can hold, not {value!r}.")
+        if self.configure is not None:
+            if not callable(self.configure):
+                raise ConfigError(f"configure must be a function of network and config, not {self.configure!r}.")
+            if not self.recipe:
+                raise ConfigError(
+                    "configure needs a recipe: a version of your own for what the function does, since the key cannot see inside it."
+                )
         check_seconds(self.timeout, "timeout", optional=True)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from tests.fakes import Line, make_tensorrt
 from tests.support import PROFILE, tiny_model
 
 import trt_warmcache as twc
-from trt_warmcache.builders import BuildInputs
+from trt_warmcache.builders import BuildInputs, TensorRTBuilder
 from trt_warmcache.model import ModelSource
 from trt_warmcache.profiles import normalize_profiles, validate_profiles
 
@@ -33,3 +36,22 @@ def build_inputs(
         target=target,
         **more,
     )
+
+
+class LineBuilder(TensorRTBuilder):
+    """The classic adapter over a fake release line; a fresh process can make it too."""
+
+    def __init__(self, line: Line = "10.16", lock_folder: str | None = None, seconds_per_layer: float = 0.0) -> None:
+        super().__init__(
+            make_tensorrt(line, seconds_per_layer=seconds_per_layer),
+            lock_folder=None if lock_folder is None else Path(lock_folder),
+        )
+        self._arguments = {"line": line, "lock_folder": lock_folder, "seconds_per_layer": seconds_per_layer}
+
+    def spawn_spec(self) -> Mapping[str, Any]:
+        return {"factory": "tests.builders.support:LineBuilder", "arguments": self._arguments}
+
+
+def seven_iterations(network: Any, config: Any) -> None:
+    """A configure hook that can travel."""
+    config.avg_timing_iterations = 7

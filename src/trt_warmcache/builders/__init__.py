@@ -6,22 +6,30 @@ from trt_warmcache.builders._base import (
     BuilderCapabilities,
     BuildInputs,
     BuildOutput,
+    CalibrationRun,
     EngineBuilder,
     Flavour,
     Progress,
 )
+from trt_warmcache.builders._process import IsolatedBuilder, ProcessLimits, isolated
 from trt_warmcache.builders._select import select_builder
 from trt_warmcache.builders._tensorrt import TensorRTBuilder
 from trt_warmcache.builders._tensorrt_rtx import TensorRTRTXBuilder
+from trt_warmcache.builders._timing import TimingEntry
 
 __all__ = [
     "BuildInputs",
     "BuildOutput",
     "BuilderCapabilities",
+    "CalibrationRun",
     "EngineBuilder",
     "Flavour",
+    "IsolatedBuilder",
+    "ProcessLimits",
     "Progress",
     "TensorRTBuilder",
     "TensorRTRTXBuilder",
+    "TimingEntry",
+    "isolated",
     "select_builder",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -15,9 +15,18 @@ from trt_warmcache.target import Target
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from trt_warmcache.calibration_table import CalibrationTable
     from trt_warmcache.model import ModelSource
 
-__all__ = ["BuildInputs", "BuildOutput", "BuilderCapabilities", "EngineBuilder", "Flavour", "Progress"]
+__all__ = [
+    "BuildInputs",
+    "BuildOutput",
+    "BuilderCapabilities",
+    "CalibrationRun",
+    "EngineBuilder",
+    "Flavour",
+    "Progress",
+]
 
 
 class Flavour(str, Enum):
@@ -75,6 +84,27 @@ def _go_on() -> None:
     return None
 
 
+def _drop(_: CalibrationTable) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class CalibrationRun:
+    """Data for a calibration by TensorRT itself.
+
+    Attributes:
+        algorithm: ``"entropy"`` or ``"minmax"``.
+        shapes: Shape of each input in every batch.
+        batches: The batches, walked once; what it raises ends the run and is raised by it.
+        write: Given the table, after all batches.
+    """
+
+    algorithm: str
+    shapes: Mapping[str, tuple[int, ...]]
+    batches: Iterable[Mapping[str, Any]]
+    write: Callable[[CalibrationTable], None] = _drop
+
+
 @dataclass(frozen=True)
 class BuildInputs:
     """All that a build depends on.
@@ -86,7 +116,7 @@ class BuildInputs:
         options: What the build is told.
         target: What the engine is for.
         timing: Timing cache to start from; None for an empty one.
-        calibration: INT8 calibration table in TensorRT's text format, or None.
+        calibration: INT8 calibration table in TensorRT's text format, or data to calibrate with, or None.
         plugins: Plugin libraries to load first.
         configure: Called with network and builder configuration after everything else was set.
         on_progress: Called on the building thread at each step.
@@ -99,7 +129,7 @@ class BuildInputs:
     options: BuildOptions
     target: Target
     timing: bytes | None = None
-    calibration: bytes | None = None
+    calibration: bytes | CalibrationRun | None = None
     plugins: tuple[Path, ...] = ()
     configure: Callable[[Any, Any], None] | None = None
     on_progress: Callable[[Progress], None] = _ignore
@@ -137,7 +167,11 @@ class BuildOutput:
 
 @runtime_checkable
 class EngineBuilder(Protocol):
-    """Builds engines with one flavour of TensorRT. Cheap to make; loads nothing until asked to."""
+    """Builds engines with one flavour of TensorRT. Cheap to make; loads nothing until asked to.
+
+    One that can calibrate by itself also has ``calibrate(inputs: BuildInputs) -> CalibrationTable | None``, called with
+    a :class:`CalibrationRun` among its inputs; None says that no table was written.
+    """
 
     @property
     def flavour(self) -> str:

@@ -8,7 +8,6 @@ answer when another copy was loaded first.
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -61,11 +60,12 @@ def loaded_library(soname: str) -> Path | None:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
         return None
-    for line in maps.splitlines():
-        path = line.partition("/")[2]
-        if path and Path(path).name.startswith(soname):
-            return Path("/" + path)
-    return None
+    # Searched as one text: a process maps hundreds of files, and this runs on every hit of a fresh manager.
+    at = maps.find("/" + soname)
+    if at < 0:
+        return None
+    start, end = maps.rfind("\n", 0, at) + 1, maps.find("\n", at)
+    return Path("/" + maps[start:end].partition("/")[2])
 
 
 def find_library(names: LibraryNames) -> Path | None:
@@ -84,6 +84,8 @@ def _candidates(names: LibraryNames) -> Iterator[Path]:
             continue
         for folder in (spec.submodule_search_locations if spec else None) or ():
             yield from sorted(Path(folder).glob(names.soname + "*"))
+    import ctypes.util  # it brings in subprocess, and is only needed where no package holds the library
+
     system = ctypes.util.find_library(names.soname.removeprefix("lib").partition(".so")[0])
     if system:
         yield Path(system)

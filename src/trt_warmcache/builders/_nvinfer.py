@@ -13,6 +13,7 @@ import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ class NvInferBuilder:
     def _extra(self) -> str:
         return "rtx" if self.flavour == "tensorrt_rtx" else "tensorrt"
 
-    @property
+    @cached_property
     def _numbers(self) -> tuple[int, ...]:
         return tuple(int(part) for part in self.version().split(".") if part.isdigit())
 
@@ -153,6 +154,12 @@ class NvInferBuilder:
                 )
             return module
         return self._module
+
+    def spawn_spec(self) -> Mapping[str, Any] | None:
+        """How a fresh process makes this builder; None where it was given bindings of its own."""
+        if self._module is not None:
+            return None
+        return {"factory": f"{type(self).__module__}:{type(self).__qualname__}", "arguments": {}}
 
     # ---- checks -----------------------------------------------------------------------------------------------
 
@@ -199,6 +206,7 @@ class NvInferBuilder:
                     inputs.checkpoint()
                     serialized = builder.build_serialized_network(network, config)
             del parser
+        self._finish_calibration(calibrator, inputs, built=serialized is not None)
         if monitor is not None and monitor.stopped is not None:
             raise monitor.stopped
         self._check_extras(inputs, extras)
@@ -208,7 +216,6 @@ class NvInferBuilder:
                 + messages.reason("it gave no reason; enable debug logging of trt_warmcache.tensorrt and build again."),
                 log=tuple(messages.tail),
             )
-        self._finish_calibration(calibrator)
         # The bindings claim item format 'f' with size 1 for this buffer on every version; as bytes it is right.
         plan = memoryview(serialized).cast("B")
         self._check_built(plan)
@@ -292,8 +299,8 @@ class NvInferBuilder:
             raise ConfigError(f"{self.flavour} {self.version()} takes no calibration table.")
         return None
 
-    def _finish_calibration(self, calibrator: Any) -> None:
-        """Make sure that the build used what :meth:`_set_calibration` attached."""
+    def _finish_calibration(self, calibrator: Any, inputs: BuildInputs, *, built: bool) -> None:
+        """Release what :meth:`_set_calibration` attached, and make sure that the build used it."""
 
     def _set_extras(self, setup: Setup, inputs: BuildInputs, messages: TrtLog) -> Any:
         """Attach what only one flavour has, such as a timing cache; what is returned stays alive with the build."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trt_warmcache.builders._base import BuilderCapabilities, BuildInputs, BuildOutput
+from trt_warmcache.builders._base import BuilderCapabilities, BuildInputs, BuildOutput, CalibrationRun
 from trt_warmcache.builders._config import Setup, without_deprecation
 from trt_warmcache.builders._device_lock import device_turn
 from trt_warmcache.builders._nvinfer import NvInferBuilder, TrtLog, make_logger
@@ -25,7 +25,7 @@ from trt_warmcache.builders._timing import (
 )
 from trt_warmcache.calibration_data import CalibrationAlgorithm
 from trt_warmcache.calibration_table import CalibrationTable
-from trt_warmcache.calibrators import CalibratorOutcome, make_calibrator
+from trt_warmcache.calibrators import CalibratorOutcome, DeviceBuffers, make_calibrator
 from trt_warmcache.errors import BuildError, ConfigError
 from trt_warmcache.memo import DigestMemo
 from trt_warmcache.options import BuildOptions, TimingMode
@@ -44,13 +44,22 @@ class TensorRTBuilder(NvInferBuilder):
         module: The bindings to drive, instead of importing ``tensorrt``.
         memo: Remembers the version of an unchanged library file.
         lock_folder: Where builds of other processes on the same GPU are waited for; a folder of this host.
+        buffers: Device memory for calibration batches; cuda-python or torch when None.
     """
 
     flavour = "tensorrt"
 
-    def __init__(self, module: Any = None, *, memo: DigestMemo | None = None, lock_folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        module: Any = None,
+        *,
+        memo: DigestMemo | None = None,
+        lock_folder: Path | None = None,
+        buffers: DeviceBuffers | None = None,
+    ) -> None:
         super().__init__(module, memo=memo)
-        self._lock_folder = lock_folder
+        self._buffers = buffers
+        self._lock_folder = None if lock_folder is None else Path(lock_folder)
 
     @property
     def capabilities(self) -> BuilderCapabilities:  # type: ignore[override]
@@ -59,6 +68,12 @@ class TensorRTBuilder(NvInferBuilder):
         return BuilderCapabilities(
             timing_cache=True, calibration_table=major < 11, progress=major >= 10, needs_gpu=True, plugins=True
         )
+
+    def spawn_spec(self) -> Mapping[str, Any] | None:
+        spec = super().spawn_spec()
+        if spec is None or self._lock_folder is None:
+            return spec
+        return {**spec, "arguments": {"lock_folder": str(self._lock_folder)}}
 
     def check(self, options: BuildOptions, target: Target) -> None:
         super().check(options, target)
@@ -72,19 +87,58 @@ class TensorRTBuilder(NvInferBuilder):
     def _set_calibration(self, setup: Setup, inputs: BuildInputs) -> Any:
         if inputs.calibration is None:
             return None
-        table = CalibrationTable.parse(inputs.calibration)
-        calibrator = make_calibrator(
-            setup.trt, CalibrationAlgorithm.of_header(table.algorithm), None, lambda: table, lambda _: None
-        )
+        if isinstance(inputs.calibration, CalibrationRun):
+            run = inputs.calibration
+            calibrator = make_calibrator(
+                setup.trt, run.algorithm, run.batches, lambda: None, run.write, buffers=self._buffers
+            )
+        else:
+            table = CalibrationTable.parse(inputs.calibration)
+            algorithm = CalibrationAlgorithm.of_header(table.algorithm)
+            calibrator = make_calibrator(setup.trt, algorithm, None, lambda: table, lambda _: None)
         with without_deprecation():
             setup.config.int8_calibrator = calibrator
+            if isinstance(inputs.calibration, CalibrationRun):
+                self._set_calibration_profile(setup, inputs.calibration)
         return calibrator
 
-    def _finish_calibration(self, calibrator: Any) -> None:
-        if calibrator is not None and calibrator.finish() is not CalibratorOutcome.REUSED:
+    def _set_calibration_profile(self, setup: Setup, run: CalibrationRun) -> None:
+        # Without one TensorRT calibrates with the optimum of the first profile, whatever the batches' shape.
+        profile = setup.builder.create_optimization_profile()
+        for name, shape in run.shapes.items():
+            profile.set_shape(name, shape, shape, shape)
+        if not setup.config.set_calibration_profile(profile):
+            raise ConfigError(f"TensorRT refused the shapes of the calibration batches: {dict(run.shapes)}.")
+
+    def _finish_calibration(self, calibrator: Any, inputs: BuildInputs, *, built: bool) -> None:
+        if calibrator is None:
+            return
+        outcome = calibrator.finish()
+        if built and outcome is not CalibratorOutcome.REUSED and not isinstance(inputs.calibration, CalibrationRun):
             raise BuildError(
                 f"TensorRT {self.version()} built without asking for the calibration table, so nothing in this engine is calibrated. Set BuildOptions(int8=True), and leave out options that switch int8 off."
             )
+
+    def calibrate(self, inputs: BuildInputs) -> CalibrationTable | None:
+        """Calibrate with TensorRT's own calibrators, as part of a quick build whose plan is not kept.
+
+        Args:
+            inputs: As for a build, with a :class:`CalibrationRun` as calibration.
+
+        Returns:
+            The table; None where TensorRT wrote none.
+
+        Raises:
+            ConfigError: This version has no calibrators.
+        """
+        assert isinstance(inputs.calibration, CalibrationRun)
+        tables: list[CalibrationTable] = []
+        # kernels that are thrown away need no tuning, and no timing cache must learn of them
+        quick = replace(
+            inputs.options, int8=True, optimization_level=0, timing=TimingMode.OFF, tactics=None, record_tactics=None
+        )
+        self.build(replace(inputs, options=quick, calibration=replace(inputs.calibration, write=tables.append)))
+        return tables[0] if tables else None
 
     def _set_extras(self, setup: Setup, inputs: BuildInputs, messages: TrtLog) -> _Extras:
         options, extras = inputs.options, _Extras()

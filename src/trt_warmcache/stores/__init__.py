@@ -12,14 +12,17 @@ from trt_warmcache.stores._base import (
     StoreCapabilities,
 )
 from trt_warmcache.stores._forward import ForwardingStore
+from trt_warmcache.stores._fsspec import Compression, FsspecStore, Transport
 from trt_warmcache.stores._layered import Layer, LayerCounters, LayeredStore, WriteTo
 from trt_warmcache.stores._local import LocalStore
 from trt_warmcache.stores._memory import MemoryStore
 from trt_warmcache.stores._open import open_store
 
 __all__ = [
+    "Compression",
     "EntryInfo",
     "ForwardingStore",
+    "FsspecStore",
     "Layer",
     "LayerCounters",
     "LayeredStore",
@@ -31,6 +34,7 @@ __all__ = [
     "Payload",
     "Store",
     "StoreCapabilities",
+    "Transport",
     "WriteTo",
     "open_store",
 ]

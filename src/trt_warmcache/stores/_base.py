@@ -5,7 +5,7 @@ last. It knows nothing of TensorRT. The layout is part of the contract, so that 
 is a working store::
 
     trtwc-1/<kind>/<aa>/<key digest>.json     manifest, the commit point
-    trtwc-1/blobs/<aa>/<digest>               payloads
+    trtwc-1/blobs/<aa>/<digest>               payloads; with .zst where packed for the wire
     trtwc-1/leases/ locks/ quarantine/        housekeeping
 
 To write a store of your own, derive from :class:`Store`, implement the five primitives and state honest
@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import blake3
+import msgspec
 
 from trt_warmcache import manifest as manifests
 from trt_warmcache.errors import IntegrityError, StoreError, StoreReason
@@ -230,6 +231,21 @@ class Store(ABC):
         """
         self.write(blob_name(ref), data)
 
+    def pack(self, ref: BlobRef, data: Any) -> tuple[BlobRef, Any]:
+        """The form in which this store keeps a blob; asked before the manifest that describes it is written.
+
+        This default keeps blobs as they are, so that they can be mapped. Whatever it is, the digests stay those of
+        the unpacked bytes.
+
+        Args:
+            ref: The blob, perhaps as another store packed it.
+            data: Its unpacked bytes.
+
+        Returns:
+            The reference as it goes into the manifest, and the bytes to store.
+        """
+        return manifests.unpacked(ref), data
+
     def lock(self, name: str) -> Lock | None:
         """A lock for one key, or None where the store has none."""
         return None
@@ -281,25 +297,42 @@ class Store(ABC):
         """
         kind = Kind(manifest.kind)
         name = manifest_name(kind, manifest.key)
-        for ref in manifest.blobs:
-            if ref.role in payloads:
-                self.put_blob(ref, payloads[ref.role])
-        data = manifests.encode(manifest)
-        if replacing is None:
-            published = self.create(name, data)
-        else:
-            published = self.swap(name, data, expected=manifests.encode(replacing))
+        blobs = []
+        for plain in manifest.blobs:
+            if plain.role not in payloads:  # it lies there already
+                blobs.append(plain)
+                continue
+            ref, stored = self.pack(plain, payloads[plain.role])
+            self.put_blob(ref, stored)
+            blobs.append(ref)
+        data = manifests.encode(msgspec.structs.replace(manifest, blobs=tuple(blobs)))
+        published = self.create(name, data) if replacing is None else self._supersede(name, data, replacing)
         if published:
             return manifest
         winner = self.manifest(kind, manifest.key)
         if winner is not None:
-            return winner
+            return manifest if _same(winner, manifest) else winner
         raise StoreError(
             f"Publishing {name} in {self.url} was refused, yet there is no such entry; something else occupies its name. "
             "Remove what lies there.",
             store=self.url,
             reason=StoreReason.UNAVAILABLE,
         )
+
+    def _supersede(self, name: str, data: bytes, replacing: Manifest) -> bool:
+        expected = manifests.encode(replacing)
+        if self.swap(name, data, expected=expected):
+            return True
+        # The same manifest may be written here with blobs packed otherwise than where the caller read it.
+        kind, digest = Kind(replacing.kind), replacing.key
+        present = self.read(name, limit=manifests.MAX_MANIFEST_BYTES)
+        if (
+            present is None
+            or present == expected
+            or not _same(manifests.decode(present, kind=kind, digest=digest), replacing)
+        ):
+            return False
+        return self.swap(name, data, expected=present)
 
     def entries(self, kind: Kind) -> Iterator[EntryInfo]:
         """All entries of a kind. Anything else that lies around in the store is passed over."""
@@ -345,8 +378,17 @@ def manifest_name(kind: Kind, digest: str) -> str:
 
 
 def blob_name(ref: BlobRef) -> str:
-    """Where a blob lies, under the layout folder."""
-    return f"blobs/{ref.hex[:2]}/{ref.hex}"
+    """Where a blob lies, under the layout folder.
+
+    A packed blob has a name of its own: the same content may be kept packed for one entry and plain for another, and
+    neither writer may put the other's form under its name.
+    """
+    return f"blobs/{ref.hex[:2]}/{ref.hex}{'.zst' if ref.codec else ''}"
+
+
+def _same(one: Manifest, other: Manifest) -> bool:
+    """Whether two manifests claim the same, however their blobs are packed."""
+    return manifests.plain(one) == manifests.plain(other)
 
 
 def verify_view(ref: BlobRef, view: memoryview, store: str) -> None:

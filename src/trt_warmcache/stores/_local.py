@@ -20,9 +20,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trt_warmcache.errors import ConfigError, StoreError
+from trt_warmcache import manifest as manifests
+from trt_warmcache.errors import ConfigError, IntegrityError, StoreError
 from trt_warmcache.manifest import BlobRef
 from trt_warmcache.memo import DigestMemo
+from trt_warmcache.stores import _packing
 from trt_warmcache.stores._base import (
     LAYOUT,
     Lock,
@@ -111,10 +113,12 @@ class LocalStore(Store):
             os.close(fd)
 
     def fetch(self, ref: BlobRef, *, rehash: bool = False) -> Payload:
-        name = blob_name(ref)
+        plain = manifests.unpacked(ref)
+        name = blob_name(plain)
         opened = self._open(name)
         if opened is None:
-            raise missing(ref, self.url)
+            return self._fetch_packed(ref)
+        ref = plain
         fd, size = opened
         try:
             if size != ref.size:
@@ -143,6 +147,19 @@ class LocalStore(Store):
                 raise
             self._memo.put(path, status, ref.digest, started)
         return Payload(view, lambda: _unmap(view, mapped), verified_now=not known)
+
+    def _fetch_packed(self, ref: BlobRef) -> Payload:
+        """A blob in a tree that was copied from a store which packs; it costs memory and time that a plain one does not."""
+        packed = self.read(blob_name(ref), limit=ref.stored_size) if ref.codec == _packing.CODEC else None
+        if packed is None:
+            raise missing(ref, self.url)
+        try:
+            view = memoryview(_packing.unpack(ref, packed))
+        except _packing.PackedError as error:
+            name = blob_name(ref)
+            raise IntegrityError(f"{name} in {self.url} {error}.", name=name, reason="digest") from error
+        verify_view(ref, view, self.url)
+        return Payload(view)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         yield from self._walk(self._base / prefix, prefix.rstrip("/"))

@@ -9,6 +9,7 @@ from typing import Any
 from trt_warmcache.errors import ConfigError
 from trt_warmcache.memo import DigestMemo
 from trt_warmcache.stores._base import Store
+from trt_warmcache.stores._fsspec import FsspecStore
 from trt_warmcache.stores._layered import Layer, LayeredStore
 from trt_warmcache.stores._local import LocalStore
 from trt_warmcache.stores._memory import MemoryStore
@@ -20,12 +21,13 @@ def open_store(where: Any, *, memo: DigestMemo | None = None) -> Store:
     """A store from a path, a URL, or a :class:`Store` (returned as it is).
 
     Args:
-        where: A folder, ``file:///folder``, ``memory://``, a store object, or a list of these and of
-            :class:`Layer` objects, nearest first.
+        where: A folder, ``file:///folder``, ``memory://`` (of this store only), any fsspec URL, a store object, or a
+            list of these and of :class:`Layer` objects, nearest first. For options of a backend, pass
+            ``FsspecStore(url, storage_options=...)``.
         memo: Remembers verified blob files of local stores.
 
     Raises:
-        ConfigError: Anything else.
+        ConfigError: Anything else, or a URL whose backend is not installed.
     """
     if isinstance(where, Store):
         return where
@@ -46,4 +48,4 @@ def open_store(where: Any, *, memo: DigestMemo | None = None) -> Store:
         return LocalStore(rest, memo=memo)
     if scheme == "memory":
         return MemoryStore()
-    raise ConfigError(f"No store for URL scheme {scheme!r}.")
+    return FsspecStore(where)

@@ -1,0 +1,388 @@
+"""Commands for INT8 calibration tables: ``calibrate`` and the group ``calib``."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from trt_warmcache.calibration import StoredTable
+from trt_warmcache.calibration_data import Calibration, CalibrationAlgorithm, CalibrationRunner
+from trt_warmcache.calibration_table import CalibrationTable, TableDiff, diff, read_table, usable
+from trt_warmcache.cli_common import (
+    date_text,
+    find_entry,
+    json_option,
+    progress_hook,
+    size_text,
+    store_argument,
+    store_option,
+)
+from trt_warmcache.errors import ConfigError
+from trt_warmcache.explain import stored_manifests
+from trt_warmcache.export import file_names, write_whole
+from trt_warmcache.keys import Kind
+from trt_warmcache.manager import EngineManager
+from trt_warmcache.manifest import Manifest
+
+__all__ = ["calib", "calibrate", "request_calibration", "request_options"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_KINDS = (Kind.CALIBRATION,)
+
+
+def _what_is_asked(command: _F) -> _F:
+    """Options that name a calibration, with or without its data."""
+    for option in reversed(
+        (
+            click.option(
+                "--algorithm",
+                type=click.Choice([algorithm.value for algorithm in CalibrationAlgorithm]),
+                default=None,
+                help="How ranges are chosen. [default: entropy, or what an imported file says]",
+            ),
+            click.option(
+                "--percentile", type=float, default=99.99, show_default=True, help="Share that is kept, in percent."
+            ),
+            click.option("--batches", type=int, default=None, help="Use this many batches; all if left out."),
+            click.option("--preprocess", metavar="TAG", default=None, help="Your version of the preprocessing."),
+            click.option("--fingerprint", metavar="NAME", default=None, help="Your own name for data and order."),
+            click.option("--name", help="A name for people; the model's file name if left out."),
+            click.option("--model-version", help="A version for people."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def _asked(given: dict[str, Any], **more: Any) -> Calibration:
+    return Calibration(
+        algorithm=given["algorithm"] or CalibrationAlgorithm.ENTROPY,
+        percentile=given["percentile"],
+        batches=given["batches"],
+        preprocess=given["preprocess"],
+        fingerprint=given["fingerprint"],
+        **more,
+    )
+
+
+def _loader(spec: str | None) -> Any:
+    """The function that ``package.module:function`` names."""
+    if spec is None:
+        return None
+    module, colon, name = spec.partition(":")
+    if not colon or not module or not name:
+        raise ConfigError(f"Cannot read loader {spec!r}; write package.module:function.")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"Cannot load {spec}: {error}. Is its folder in PYTHONPATH?") from error
+    if not callable(found):
+        raise ConfigError(f"{spec} is {type(found).__name__}, not a function that makes a batch of a file.")
+    return found
+
+
+def request_options(command: _F) -> _F:
+    """Options of commands that build, by which a request gets a calibration."""
+    for option in reversed(
+        (
+            click.option("--calib-data", type=click.Path(), default=None, help="INT8: folder of calibration data."),
+            click.option("--calib-loader", metavar="MODULE:FUNCTION", default=None, help="INT8: reads its files."),
+            click.option("--calib-table", type=click.Path(), default=None, help="INT8: a finished calibration table."),
+            click.option("--calib-fingerprint", metavar="NAME", default=None, help="INT8: your name for the data."),
+            click.option(
+                "--calib-algorithm",
+                type=click.Choice([algorithm.value for algorithm in CalibrationAlgorithm]),
+                default=CalibrationAlgorithm.ENTROPY.value,
+                show_default=True,
+                help="INT8: how ranges are chosen.",
+            ),
+            click.option(
+                "--calib-runner",
+                type=click.Choice([runner.value for runner in CalibrationRunner]),
+                default=CalibrationRunner.ONNXRUNTIME.value,
+                show_default=True,
+                help="INT8: what runs the model over the data; tensorrt needs a GPU and TensorRT 8.6 to 10.16.",
+            ),
+            click.option("--calib-batches", type=int, default=None, help="INT8: use this many batches."),
+            click.option(
+                "--calib-preprocess", metavar="TAG", default=None, help="INT8: your version of preprocessing."
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def request_calibration(given: dict[str, Any]) -> Calibration | None:
+    """The calibration that these options ask for, or None.
+
+    Raises:
+        ConfigError: They contradict each other.
+    """
+    data, table, fingerprint = given["calib_data"], given["calib_table"], given["calib_fingerprint"]
+    if data is None and table is None and fingerprint is None:
+        return None
+    return Calibration(
+        data=data,
+        table=table,
+        fingerprint=fingerprint,
+        algorithm=given["calib_algorithm"],
+        batches=given["calib_batches"],
+        preprocess=given["calib_preprocess"],
+        runner=given["calib_runner"],
+        loader=_loader(given["calib_loader"]),
+    )
+
+
+@contextmanager
+def _manager(given: dict[str, Any], *, quiet: bool) -> Iterator[EngineManager]:
+    with (
+        progress_hook(quiet=quiet) as hook,
+        EngineManager(store_argument(given["stores"]), hooks=[hook]) as manager,
+    ):
+        yield manager
+
+
+@click.command()
+@click.argument("model", type=click.Path())
+@click.option(
+    "--data", type=click.Path(), required=True, help="Folder of .npy or .npz files, or of what --loader reads."
+)
+@click.option("--loader", metavar="MODULE:FUNCTION", default=None, help="Makes a batch of one file of the folder.")
+@click.option(
+    "--data-version", metavar="TEXT", default=None, help="Your version of the files; they are not hashed then."
+)
+@_what_is_asked
+@store_option
+@json_option
+def calibrate(*, as_json: bool, **given: Any) -> None:
+    """Measure the INT8 ranges of MODEL over calibration data, or find them stored; needs no GPU and no TensorRT."""
+    calibration = _asked(given, data=given["data"], loader=_loader(given["loader"]), version=given["data_version"])
+    with _manager(given, quiet=as_json) as manager:
+        found = manager.calibrate(given["model"], calibration, name=given["name"], version=given["model_version"])
+        made = manager.counters().get("calibration_end", 0) > 0
+    _tell("calibrated" if made else "hit", found, as_json=as_json)
+
+
+def _tell(outcome: str, found: StoredTable, *, as_json: bool) -> None:
+    assert found.table is not None
+    extra = {} if found.manifest is None else found.manifest.extra
+    if as_json:
+        facts = {"key": found.key.digest, "name": found.key.name, "table": found.digest, "tensors": len(found.table)}
+        click.echo(json.dumps({"outcome": outcome, **facts, "stored": found.manifest is not None, "extra": extra}))
+        return
+    click.echo(f"{outcome}: {found.key.name} ({found.key.digest[:12]}), {len(found.table)} tensors")
+    coverage = extra.get("coverage", {})
+    for word in ("missing", "unusable", "unknown"):
+        if coverage.get(word):
+            click.echo(
+                f"{coverage[word]} tensors {word}: {', '.join(extra.get(word, ())) or 'see calib show --scales'}"
+            )
+    if found.manifest is None:
+        click.echo("Not stored: the store takes no new entries.", err=True)
+
+
+@click.group()
+def calib() -> None:
+    """Look at calibration tables, compare, import and export them."""
+
+
+@calib.command("ls")
+@store_option
+@json_option
+def list_tables(*, stores: tuple[str, ...], as_json: bool) -> None:
+    """List the calibration tables of a store."""
+    from trt_warmcache.stores import open_store
+
+    with open_store(store_argument(stores)) as store:
+        found = list(stored_manifests(store, Kind.CALIBRATION))
+    if as_json:
+        click.echo(json.dumps([manifest.to_json() for manifest in found]))
+        return
+    for manifest in found:
+        samples = manifest.extra.get("samples")
+        click.echo(
+            f"{manifest.key[:12]}  {manifest.parts['algorithm']:17}  {manifest.extra.get('tensors', 0):6} tensors  "
+            f"{'imported' if samples is None else f'{samples} samples':14}  {date_text(manifest.provenance.created)}  "
+            f"{manifest.labels.entry or '-'}"
+        )
+    click.echo(f"{len(found)} tables")
+
+
+@calib.command()
+@click.argument("key_or_name")
+@click.option("--scales", is_flag=True, help="Also every tensor and its scale.")
+@store_option
+@json_option
+def show(*, key_or_name: str, scales: bool, as_json: bool, **given: Any) -> None:
+    """Show one table: what model and what data it was made of, and how well it covers the model."""
+    with _manager(given, quiet=True) as manager:
+        manifest = find_entry(manager.store, key_or_name, _KINDS)
+        vetoes = manager.tables.vetoes(manifest.key)
+        table = manager.tables.read(manifest) if scales else None
+    if as_json:
+        more = {} if table is None else {"scales": dict(table.scales)}
+        click.echo(json.dumps({**manifest.to_json(), "vetoes": vetoes, **more}))
+        return
+    for name, value in _rows(manifest).items():
+        click.echo(f"{name:13} {value}")
+    for gpu, note in vetoes.items():
+        click.echo(f"vetoed for    {gpu}: {note}")
+    for name, scale in () if table is None else table.scales.items():
+        click.echo(f"  {name}: {scale:.6g}{'' if usable(scale) else '  (not usable)'}")
+
+
+def _rows(manifest: Manifest) -> dict[str, str]:
+    """What people want to know of a table first: to which model and to which data does it belong?"""
+    parts, extra = manifest.parts, manifest.extra
+    coverage = ", ".join(f"{count} {word}" for word, count in extra.get("coverage", {}).items() if count)
+    return {
+        "key": manifest.key,
+        "name": manifest.labels.entry or "-",
+        "model": f"{parts['model']} ({manifest.labels.model or '-'})",
+        "data": parts["data"],
+        "samples": f"{extra['samples']} in {extra['batches']} batches"
+        if "samples" in extra
+        else "not known (imported)",
+        "algorithm": parts["algorithm"],
+        "batches": "all" if parts["batches"] is None else str(parts["batches"]),
+        "preprocessing": parts["preprocess"] or "-",
+        "tensors": coverage or str(extra.get("tensors", "-")),
+        "table": str(extra.get("table", "-")),
+        "made by": str(extra.get("calibrator", "imported")),
+        "made": date_text(manifest.provenance.created),
+        "size": size_text(manifest.size),
+    }
+
+
+@calib.command("diff")
+@click.argument("before")
+@click.argument("after")
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=None,
+    help="Also draw histograms of the scales (PNG, PDF or SVG).",
+)
+@store_option
+@json_option
+def diff_tables(*, before: str, after: str, plot: Path | None, as_json: bool, **given: Any) -> None:
+    """Compare two tables, stored (key or name) or files: tensors added, removed, and changed most."""
+    with _manager(given, quiet=True) as manager:
+        tables = [_table(manager, which) for which in (before, after)]
+    first, second = tables
+    changes = diff(first, second)
+    if plot is not None:
+        from trt_warmcache.calibration_plot import plot_scales
+
+        plot_scales(first, second, plot, names=(before, after))
+    if as_json:
+        click.echo(json.dumps(_diff_json(changes)))
+        return
+    click.echo(str(changes))
+    same = len(first.scales.keys() & second.scales.keys()) - len(changes.changed)
+    click.echo(
+        f"{len(changes.changed)} changed, {len(changes.added)} added, {len(changes.removed)} removed, {same} the same"
+    )
+    if plot is not None:
+        click.echo(f"wrote {plot}")
+
+
+def _diff_json(changes: TableDiff) -> dict[str, Any]:
+    return {
+        "added": list(changes.added),
+        "removed": list(changes.removed),
+        # as text where JSON has no number for it
+        "changed": [
+            {"tensor": change.name, "before": _number(change.before), "after": _number(change.after), "ratio": _number(change.ratio)}
+            for change in changes.changed
+        ],
+    }  # fmt: skip
+
+
+def _number(value: float) -> float | str:
+    return value if value - value == 0 else repr(value)
+
+
+def _table(manager: EngineManager, which: str) -> CalibrationTable:
+    if Path(which).is_file():
+        return read_table(which)
+    return manager.tables.read(find_entry(manager.store, which, _KINDS))
+
+
+@calib.command("import")
+@click.argument("file", type=click.Path())
+@click.argument("model", type=click.Path())
+@_what_is_asked
+@store_option
+@json_option
+def import_table(*, file: str, as_json: bool, **given: Any) -> None:
+    """Store the table in FILE (of TensorRT, trtexec, Polygraphy or ONNX Runtime), made for MODEL.
+
+    With --fingerprint, requests that name the same fingerprint, algorithm, batches and preprocessing find it.
+    """
+    table = read_table(file, algorithm=CalibrationAlgorithm(given["algorithm"] or "entropy").header)
+    given["algorithm"] = given["algorithm"] or CalibrationAlgorithm.of_header(table.algorithm).value
+    calibration = Calibration(table=table) if given["fingerprint"] is None else _asked(given)
+    with _manager(given, quiet=as_json) as manager:
+        found = manager.import_table(
+            given["model"], table, calibration, name=given["name"], version=given["model_version"]
+        )
+    _tell("imported" if found.digest == table.digest else "kept another", found, as_json=as_json)
+
+
+@calib.command("export")
+@click.argument("key_or_name")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path(),
+    help="File, or folder for the entry's own name. [default: .]",
+)
+@click.option(
+    "--tensorrt",
+    metavar="VERSION",
+    default=None,
+    help="Write the header of this TensorRT version, which other versions ignore the table for.",
+)
+@store_option
+@json_option
+def export_table(*, key_or_name: str, output: Path, tensorrt: str | None, as_json: bool, **given: Any) -> None:
+    """Write a table to a file in TensorRT's text format, for trtexec and others."""
+    with _manager(given, quiet=True) as manager:
+        manifest = find_entry(manager.store, key_or_name, _KINDS)
+        table = manager.tables.read(manifest)
+    if tensorrt is not None:
+        table = table.with_header(tensorrt)
+    path = output / file_names([manifest])[manifest.key] if output.is_dir() else output
+    write_whole(path, table.to_bytes())
+    click.echo(json.dumps({"file": str(path), "key": manifest.key}) if as_json else f"wrote {path}")
+
+
+@calib.command()
+@click.argument("key_or_name")
+@click.argument("gpu")
+@click.option("--note", default=None, help="Why, such as 'mAP drops by 7 points'.")
+@click.option("--lift", is_flag=True, help="Allow it again.")
+@store_option
+@json_option
+def veto(*, key_or_name: str, gpu: str, note: str | None, lift: bool, as_json: bool, **given: Any) -> None:
+    """Note that a table is not to be used on GPU (a name or a compute capability), because accuracy is poor there."""
+    if lift == (note is not None):
+        raise ConfigError("Say why with --note TEXT, or allow the table again with --lift.")
+    with _manager(given, quiet=True) as manager:
+        manifest = find_entry(manager.store, key_or_name, _KINDS)
+        vetoes = manager.tables.veto(manifest.key, gpu, note)
+    if as_json:
+        click.echo(json.dumps({"key": manifest.key, "vetoes": vetoes}))
+        return
+    for name, why in vetoes.items():
+        click.echo(f"vetoed for {name}: {why}")
+    if not vetoes:
+        click.echo("no vetoes")

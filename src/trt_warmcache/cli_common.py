@@ -1,0 +1,145 @@
+"""What the command line's modules share: options, lookups, and how things are shown."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from typing import Any, TypeVar
+
+import click
+
+from trt_warmcache.errors import ConfigError, MissError
+from trt_warmcache.events import Event, EventKind
+from trt_warmcache.explain import stored_manifests
+from trt_warmcache.keys import Kind
+from trt_warmcache.manifest import Manifest
+from trt_warmcache.settings import DEFAULT_STORE, Settings
+from trt_warmcache.stores import Store
+
+__all__ = ["date_text", "find_entry", "json_option", "progress_hook", "size_text", "store_argument", "store_option"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def store_option(command: _F) -> _F:
+    """``--store``."""
+    return click.option(
+        "--store", "stores", multiple=True, metavar="PATH|URL",
+        help=f"Where engines are kept; repeat it for layers, nearest first. [default: $TRT_WARMCACHE_STORE or {DEFAULT_STORE}]",
+    )(command)  # fmt: skip
+
+
+def json_option(command: _F) -> _F:
+    """``--json``."""
+
+    def remember(ctx: click.Context, _parameter: click.Parameter, value: bool) -> bool:
+        ctx.meta["json"] = value
+        return value
+
+    return click.option(
+        "--json", "as_json", is_flag=True, callback=remember, is_eager=True, help="Print JSON for programs."
+    )(command)
+
+
+def store_argument(stores: tuple[str, ...]) -> Any:
+    """What `open_store` and managers take: the stores given, or those of the environment."""
+    chosen = stores or Settings.from_env(os.environ).stores
+    return chosen[0] if len(chosen) == 1 else list(chosen)
+
+
+def find_entry(store: Store, key_or_name: str, kinds: Iterable[Kind] = tuple(Kind)) -> Manifest:
+    """The one entry with this name, or whose key begins so.
+
+    Raises:
+        MissError: There is none.
+        ConfigError: There are several.
+    """
+    matches = [
+        manifest
+        for kind in kinds
+        for manifest in stored_manifests(store, kind)
+        if manifest.key.startswith(key_or_name.lower()) or key_or_name in {manifest.labels.entry, manifest.labels.name}
+    ]
+    if len(matches) == 1:
+        return matches[0]
+    if not matches:
+        raise MissError(
+            f"Nothing stored in {store.url} is called {key_or_name!r} or has a key that begins so; see trt-warmcache ls."
+        )
+    raise ConfigError(
+        f"{key_or_name!r} means several entries: {', '.join(manifest.key[:12] for manifest in matches[:5])}; give more of the key."
+    )
+
+
+def size_text(size: float) -> str:
+    """A size for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    raise AssertionError  # the loop always returns
+
+
+def date_text(seconds: float) -> str:
+    """A moment for people, UTC."""
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M") if seconds else "-"
+
+
+@contextmanager
+def progress_hook(*, quiet: bool) -> Iterator[Callable[[Event], None]]:
+    """A hook that shows a build: a bar on a terminal, a few plain lines elsewhere, nothing for programs."""
+    if quiet:
+        yield lambda _event: None
+        return
+    if not sys.stderr.isatty():
+        yield _plain_progress
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(event: Event) -> None:
+            if event.kind is not EventKind.BUILD_PROGRESS:
+                return
+            phase, total = event.detail["phase"], event.detail["total"]
+            if phase not in tasks:
+                indent = "  " if event.detail["parent"] else ""
+                tasks[phase] = bars.add_task(indent + phase, total=total)
+            bars.update(tasks[phase], completed=event.detail["step"], total=total)
+            if total is not None and event.detail["parent"] and event.detail["step"] >= total:
+                bars.remove_task(tasks.pop(phase))
+
+        yield show
+
+
+_TOLD = {
+    EventKind.CALIBRATION_START,
+    EventKind.CALIBRATION_END,
+    EventKind.CALIBRATION_INCOMPLETE,
+    EventKind.CALIBRATION_CONFLICT,
+    EventKind.BUILD_START,
+    EventKind.BUILD_SLOW,
+    EventKind.BUILD_END,
+    EventKind.WAIT,
+    EventKind.QUARANTINED,
+    EventKind.WARNING,
+}
+
+
+def _plain_progress(event: Event) -> None:
+    if event.kind in _TOLD:
+        seconds = "" if event.seconds is None else f" ({event.seconds:.1f} s)"
+        click.echo(
+            f"{event.kind.value.replace('_', ' ')}: {event.detail.get('text') or event.label}{seconds}", err=True
+        )

@@ -1,0 +1,242 @@
+"""Builds in processes of their own: same results, and no way of dying that reaches the caller's process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.builders.support import LineBuilder, build_inputs, seven_iterations
+from tests.fakes._build import read_plan
+from tests.support import PROFILE, tiny_model
+
+import trt_warmcache as twc
+from trt_warmcache.builders import IsolatedBuilder, ProcessLimits, Progress, TensorRTRTXBuilder
+from trt_warmcache.events import EventKind
+from trt_warmcache.testing import FakeBuilder
+
+FIXED = {"x": ("2x64", "2x64", "2x64")}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.onnx"
+    path.write_bytes(tiny_model())
+    return path
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.startswith("trt_warmcache-build-")]
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary folder of this test's own, to see that nothing is left in it."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    return folder
+
+
+def manager(root: Path, builder: Any, **options: Any) -> twc.EngineManager:
+    return twc.EngineManager(root, builder=builder, memo=twc.DigestMemo(None), **options)
+
+
+def children() -> set[int]:
+    """Processes whose parent is this one."""
+    return child_pids(os.getpid())
+
+
+def child_pids(pid: int) -> set[int]:
+    return {int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()}
+
+
+def ended(state: Path) -> bool:
+    try:
+        return " Z " in state.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_same_plan_as_in_process(temporary: Path) -> None:
+    """A real build gives the same bytes here and there, and the plan outlives its temporary folder."""
+    inputs = build_inputs(tiny_model(width=64), profiles=FIXED, target=twc.Target())
+    steps: list[Progress] = []
+    here = TensorRTRTXBuilder().build(inputs)
+    there = IsolatedBuilder(TensorRTRTXBuilder()).build(type(inputs)(**{**vars(inputs), "on_progress": steps.append}))
+    assert bytes(there.plan) == bytes(here.plan)
+    assert there.config == here.config
+    assert there.library == here.library
+    assert steps[0].phase == "Building engine"
+    assert len(steps) > 3
+    assert leftovers(temporary) == []
+
+
+def test_everything_travels(tmp_path: Path) -> None:
+    """Timing cache, tactics, options, target, hook and plugins go there; timing, tactics and plugins come back."""
+    library = tmp_path / "libmine.so"
+    library.write_text("example Shout 1\n")
+    builder = IsolatedBuilder(LineBuilder("10.16", str(tmp_path / "locks")))
+    options = twc.BuildOptions(optimization_level=4, timing="editable", record_tactics=True)
+    first = builder.build(build_inputs(options=options, configure=seven_iterations, plugins=(library,)))
+    plan = read_plan(first.plan)
+    assert plan["settings"]["avg_timing_iterations"] == 7
+    assert plan["settings"]["builder_optimization_level"] == 4
+    assert first.timing_entries == 2
+    assert first.tactics is not None
+    assert first.plugins == ("example::Shout:1",)
+    second = builder.build(build_inputs(options=options, timing=first.timing))
+    assert second.timing == first.timing
+    with pytest.raises(twc.ConfigError, match="cannot travel to another process"):
+        builder.build(build_inputs(configure=lambda network, config: None))
+    with pytest.raises(twc.ConfigError, match="cannot be made anew in another process"):
+        IsolatedBuilder(FakeBuilder())
+
+
+def test_errors_come_back_whole(tmp_path: Path) -> None:
+    """The child's error arrives with type, message and details."""
+    import onnx
+
+    broken = onnx.load_model_from_string(tiny_model())
+    broken.graph.node[1].op_type, broken.graph.node[1].domain = "Nonsense", "com.example"
+    builder = IsolatedBuilder(LineBuilder("10.16", str(tmp_path / "locks")))
+    with pytest.raises(twc.ModelError, match="No importer registered for op: Nonsense") as refused:
+        builder.build(build_inputs(broken.SerializeToString()))
+    assert refused.value.node == "act"
+
+
+@pytest.mark.parametrize(
+    ("crash", "limits", "text"),
+    [
+        ("segfault", None, r"crashed \(SIGSEGV\); this process is unharmed"),
+        ("kill", None, "was killed .SIGKILL."),
+        ("memory", 2 << 30, "ran out of memory"),
+        ("exit", None, r"ended with exit code 7 and no result\. Its last words: about to leave"),
+    ],
+)
+def test_deaths_are_errors(
+    tmp_path: Path, model: Path, temporary: Path, crash: str, limits: int | None, text: str
+) -> None:
+    """Whatever kills a build: a typed error, no entry, no process, no file, the lock free, and the next build works."""
+    policy = twc.Policy(isolation="process", build_memory_bytes=limits)
+    root = tmp_path / "store"
+    before = children()
+    with manager(root, FakeBuilder(travels=True, crash=crash), policy=policy) as broken:
+        with pytest.raises(twc.BuildError, match=text):
+            broken.get(model, profiles=PROFILE)
+        assert broken.counters()[EventKind.BUILD_FAILED.value] == 1
+        assert list(broken.store.entries(twc.keys.Kind.ENGINE)) == []
+    assert children() == before
+    assert leftovers(temporary) == []
+    with manager(root, FakeBuilder(travels=True), policy=policy) as sound:
+        started = time.monotonic()
+        assert sound.get(model, profiles=PROFILE).outcome is twc.Outcome.BUILT
+        assert time.monotonic() - started < 20
+
+
+def test_time_limit_ends_a_hanging_build(tmp_path: Path, model: Path) -> None:
+    """A build that never reaches another step is ended all the same, also where the builder reports no progress."""
+    with manager(
+        tmp_path / "store",
+        FakeBuilder(travels=True, crash="hang"),
+        policy=twc.Policy(isolation="process", build_seconds=2.0),
+    ) as hanging:
+        before = children()
+        started = time.monotonic()
+        with pytest.raises(twc.BuildTimeout, match="longer than the 2 s"):
+            hanging.get(model, profiles=PROFILE)
+        assert time.monotonic() - started < 15
+        assert children() == before
+    old = FakeBuilder(travels=True, crash="hang", capabilities=twc.BuilderCapabilities(compute_capabilities=True))
+    with (
+        manager(tmp_path / "store", old, policy=twc.Policy(build_seconds=2.0)) as quiet,
+        pytest.raises(twc.BuildTimeout),
+    ):
+        quiet.get(model, profiles=PROFILE)
+
+
+def test_closing_the_manager_ends_the_build(tmp_path: Path, model: Path) -> None:
+    """A build in the background does not outlive its manager."""
+    hanging = manager(
+        tmp_path / "store", FakeBuilder(travels=True, crash="hang"), policy=twc.Policy(on_miss="fallback")
+    )
+    before = children()
+    with pytest.raises(twc.MissError) as miss:
+        hanging.get(model, profiles=PROFILE)
+    deadline = time.monotonic() + 20
+    while children() == before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert children() != before
+    closer = threading.Thread(target=hanging.close)
+    closer.start()
+    with pytest.raises(twc.BuildError, match="closed"):
+        miss.value.pending.result(20)
+    closer.join(20)
+    assert children() == before
+
+
+def test_child_ends_with_its_parent(tmp_path: Path, model: Path) -> None:
+    """When the process that wants the engine is killed, its building process goes too and keeps no GPU."""
+    code = (
+        "import sys, trt_warmcache as twc\n"
+        "from trt_warmcache.testing import FakeBuilder\n"
+        "m = twc.EngineManager(sys.argv[1], builder=FakeBuilder(travels=True, crash='hang'),"
+        " policy=twc.Policy(isolation='process'), memo=twc.DigestMemo(None))\n"
+        "m.get(sys.argv[2], profiles={'x': ('1x4', '2x4', '8x4')})\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "store"), str(model)])
+    try:
+        deadline = time.monotonic() + 30
+        child: set[int] = set()
+        while not child and time.monotonic() < deadline:
+            child = child_pids(parent.pid)
+            time.sleep(0.02)
+        assert child
+        parent.send_signal(signal.SIGKILL)
+        parent.wait(10)
+        state = Path(f"/proc/{child.pop()}/stat")
+        while time.monotonic() < deadline and not ended(state):
+            time.sleep(0.02)
+        assert ended(state)
+    finally:
+        parent.kill()
+        parent.wait(10)
+
+
+def test_where_builds_run(tmp_path: Path, model: Path) -> None:
+    """By default get builds here, and warm in a process of its own where the builder can travel."""
+    for travels, expected in ((True, 0), (False, 1)):
+        builder = FakeBuilder(travels=travels, library=f"1.{travels:d}")
+        with manager(tmp_path / "store", builder) as auto:
+            report = auto.warm([twc.EngineRequest(model, profiles=PROFILE)])
+            assert report.ok, str(report)
+            assert builder.builds == expected
+            auto.get(model, profiles=PROFILE, recipe="another")
+            assert builder.builds == expected + 1
+    with (
+        manager(tmp_path / "store", FakeBuilder(), policy=twc.Policy(isolation="process")) as strict,
+        pytest.raises(twc.ConfigError, match="cannot be made anew"),
+    ):
+        strict.get(model, profiles=PROFILE, recipe="third")
+    with pytest.raises(twc.ConfigError, match="isolation='none' has none"):
+        twc.Policy(isolation="none", build_memory_bytes=1)
+
+
+def test_device_pin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process sees the one GPU that the engine is for, whatever this process sees."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    isolated = IsolatedBuilder(LineBuilder("11.4", str(tmp_path)), ProcessLimits(device="GPU-a10"))
+    assert isolated._environment()["CUDA_VISIBLE_DEVICES"] == "GPU-a10"
+    assert IsolatedBuilder(LineBuilder())._environment()["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_models_without_a_path_are_staged(tmp_path: Path) -> None:
+    """Bytes travel too."""
+    output = IsolatedBuilder(LineBuilder("8.6", str(tmp_path))).build(build_inputs(tiny_model(weight=3.0)))
+    assert read_plan(output.plan)["layers"] == ["mul", "act"]

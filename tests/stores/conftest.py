@@ -1,0 +1,3 @@
+"""Fixtures of the store tests."""
+
+from __future__ import annotations

@@ -1,0 +1,209 @@
+"""The command line for INT8 calibration tables."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from tests.test_calibration import batch, conv_model
+
+from trt_warmcache.calibration_table import CalibrationTable, read_table
+from trt_warmcache.cli import EXIT_DAMAGED, EXIT_FAILED, EXIT_MISS, EXIT_USAGE, main
+
+pytest.importorskip("onnxruntime")
+
+PROFILE = ("--profile", "x=1x3x8x8:2x3x8x8:4x3x8x8", "--builder", "tensorrt_rtx")
+LOADER = """
+import numpy as np
+
+def load(path):
+    return np.full((1, 3, 8, 8), float(path.read_text()), np.float32)
+
+not_a_function = 3
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run a command in an empty folder with a store, a model and calibration data."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRT_WARMCACHE_STORE", str(tmp_path / "store"))
+    monkeypatch.chdir(tmp_path)
+    Path("conv.onnx").write_bytes(conv_model())
+    Path("data").mkdir()
+    for seed in range(3):
+        np.save(f"data/{seed}.npy", batch(seed)["x"])
+
+    def invoke(*arguments: Any, code: int = 0) -> Result:
+        result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+        assert result.exit_code == code, result.output + result.stderr
+        return result
+
+    return invoke
+
+
+def calibrate(run: Any, *arguments: Any) -> dict[str, Any]:
+    return json.loads(run("calibrate", "conv.onnx", "--data", "data", *arguments, "--json").stdout)  # type: ignore[no-any-return]
+
+
+def test_calibrate_then_hit(run: Any) -> None:
+    """calibrate makes a table once and finds it ever after, for people and for programs, with progress for people."""
+    first = run("calibrate", "conv.onnx", "--data", "data", "--name", "conv", "--model-version", "7")
+    assert first.stdout.startswith("calibrated: conv_7_int8-entropy_any (")
+    assert "calibration start" in first.stderr
+    assert "calibration end" in first.stderr
+    again = calibrate(run)
+    assert again["outcome"] == "hit"
+    assert again["stored"]
+    assert again["tensors"] == 4
+    assert again["extra"]["samples"] == 6
+    assert calibrate(run, "--algorithm", "minmax")["outcome"] == "calibrated"
+    assert calibrate(run, "--algorithm", "minmax", "--batches", "2")["extra"]["samples"] == 4
+    assert len(json.loads(run("calib", "ls", "--json").stdout)) == 3
+    assert run("calib", "ls").stdout.splitlines()[-1] == "3 tables"
+
+
+def test_show_says_which_model_and_which_data(run: Any) -> None:
+    """show prints model and data digests, the number of samples and the algorithm: whose table it is."""
+    made = calibrate(run, "--algorithm", "percentile", "--preprocess", "v2")
+    shown = run("calib", "show", made["key"][:12]).stdout
+    assert "model         blake3:" in shown
+    assert "(conv)" in shown
+    assert "data          files:" in shown
+    assert "samples       6 in 3 batches" in shown
+    assert "algorithm     percentile:99.99" in shown
+    assert "preprocessing v2" in shown
+    assert "made by       onnxruntime " in shown
+    assert "  x: " not in shown
+    assert "  x: " in run("calib", "show", made["key"], "--scales").stdout
+    document = json.loads(run("calib", "show", made["name"], "--scales", "--json").stdout)
+    assert set(document["scales"]) == {"x", "a", "b", "y"}
+    assert document["parts"]["algorithm"] == "percentile:99.99"
+    assert made["key"] in run("show", made["key"]).stdout
+
+
+def test_build_with_a_calibration(run: Any) -> None:
+    """build takes the same data, calibrates or finds the table, and --gen-cache writes the table beside the engine."""
+    pytest.importorskip("tensorrt_rtx")
+    made = calibrate(run)
+    asked = ("build", "conv.onnx", *PROFILE, "--calib-data", "data")
+    built = json.loads(run(*asked, "--gen-cache", "--output", "out", "--json").stdout)
+    assert built["outcome"] == "built"
+    (table,) = Path("out").glob("*.calib")
+    assert read_table(table).digest == made["table"]
+    assert run(*asked).stdout.startswith("hit")
+    assert f"calibration: {made['table']}" in run("key", *asked[1:]).stdout
+    plain = run("explain", "conv.onnx", *PROFILE, code=EXIT_MISS).stdout
+    assert "calibration: wanted nothing, stored" in plain
+    assert run("build", "conv.onnx", *PROFILE, "--calib-table", table).stdout.startswith("hit")
+    run("build", "conv.onnx", *PROFILE, "--calib-fingerprint", "unknown", code=EXIT_MISS)
+
+
+def test_loader(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader named as module:function reads other files; a wrong name says what to write."""
+    Path("loaders_for_this_test.py").write_text(LOADER)
+    monkeypatch.syspath_prepend(".")
+    Path("texts").mkdir()
+    for number in (1, 2):
+        Path(f"texts/{number}.txt").write_text(str(number))
+    arguments = ("calibrate", "conv.onnx", "--data", "texts", "--loader")
+    assert "calibrated" in run(*arguments, "loaders_for_this_test:load").stdout
+    for wrong in ("load", "loaders_for_this_test:lod", "no_such_module:load", "loaders_for_this_test:not_a_function"):
+        run(*arguments, wrong, code=EXIT_USAGE)
+    assert "holds no .npy" in run("calibrate", "conv.onnx", "--data", "texts", code=EXIT_USAGE).stderr
+
+
+def test_diff(run: Any, tmp_path: Path) -> None:
+    """diff compares entries and files: the largest change first, and the counts."""
+    a, b = calibrate(run, "--algorithm", "minmax"), calibrate(run, "--algorithm", "percentile", "--percentile", "90")
+    text = run("calib", "diff", a["key"], b["key"]).stdout
+    assert text.startswith("~ ")
+    assert text.splitlines()[-1] == "4 changed, 0 added, 0 removed, 0 the same"
+    Path("other.calib").write_bytes(
+        CalibrationTable(0, "MinMaxCalibration", {"x": 0.5, "new": float("inf")}).to_bytes()
+    )
+    Path("more.calib").write_bytes(CalibrationTable(0, "MinMaxCalibration", {"x": 0.5, "new": 1.0}).to_bytes())
+    document = json.loads(run("calib", "diff", a["key"], "other.calib", "--json").stdout)
+    assert document["added"] == ["new"]
+    assert sorted(document["removed"]) == ["a", "b", "y"]
+    [change] = json.loads(run("calib", "diff", "other.calib", "more.calib", "--json").stdout)["changed"]
+    assert (change["tensor"], change["before"], change["ratio"]) == ("new", "inf", "nan")
+    assert run("calib", "diff", "other.calib", "other.calib").stdout.startswith("no differences\n0 changed")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the plot extra")
+def test_plot(run: Any) -> None:
+    """--plot writes a picture by its extension; equal tables and single scales are no special case."""
+    a, b = calibrate(run, "--algorithm", "minmax"), calibrate(run, "--algorithm", "percentile", "--percentile", "90")
+    run("calib", "diff", a["key"], b["key"], "--plot", "out.png")
+    assert Path("out.png").read_bytes().startswith(b"\x89PNG")
+    run("calib", "diff", a["key"], a["key"], "--plot", "out.svg")
+    assert b"<svg" in Path("out.svg").read_bytes()
+    run("calib", "diff", a["key"], b["key"], "--plot", "no/such/folder.png", code=EXIT_USAGE)
+    Path("dead.calib").write_bytes(CalibrationTable(0, "MinMaxCalibration", {"x": 0.0}).to_bytes())
+    run("calib", "diff", "dead.calib", "dead.calib", "--plot", "out.png", code=EXIT_USAGE)
+    run("calib", "diff", "dead.calib", a["key"], "--plot", "out.png")
+
+
+def test_plot_names_its_extra(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without matplotlib, --plot names the extra to install."""
+    real = builtins.__import__
+
+    def refuse(name: str, *arguments: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+        return real(name, *arguments)
+
+    made = calibrate(run)
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    result = run("calib", "diff", made["key"], made["key"], "--plot", "out.png", code=EXIT_USAGE)
+    assert "trt_warmcache[plot]" in result.stderr
+
+
+def test_import_export(run: Any) -> None:
+    """A hand-written 8.6 table imports under a fingerprint, is found by it, and goes out under another version."""
+    pytest.importorskip("tensorrt_rtx")
+    Path("old.cache").write_text("TRT-8601-MinMaxCalibration\nx: 3caa54fc\na: 3d000000\nb: 3d100000\ny: 3d200000\n")
+    imported = json.loads(run("calib", "import", "old.cache", "conv.onnx", "--fingerprint", "set-1", "--json").stdout)
+    assert imported["outcome"] == "imported"
+    assert imported["extra"]["coverage"]["matched"] == 4
+    asked = ("--calib-fingerprint", "set-1", "--calib-algorithm", "minmax")
+    assert run("build", "conv.onnx", *PROFILE, *asked).stdout.startswith("built")
+    run("calib", "export", imported["key"], "--output", "new.cache", "--tensorrt", "10.3.0")
+    assert Path("new.cache").read_text().startswith("TRT-100300-MinMaxCalibration\nx: 3caa54fc\n")
+    wrote = json.loads(run("calib", "export", imported["key"], "--json").stdout)["file"]
+    assert Path(wrote).suffix == ".calib"
+    assert read_table(wrote) == read_table("old.cache")
+    Path("other.cache").write_text("TRT-8601-MinMaxCalibration\nx: 3f800000\na: 3d000000\n")
+    again = json.loads(run("calib", "import", "other.cache", "conv.onnx", "--fingerprint", "set-1", "--json").stdout)
+    assert again["outcome"] == "kept another"
+    shown = run("calib", "show", imported["key"]).stdout
+    assert "samples       not known (imported)" in shown
+
+
+def test_import_refuses(run: Any) -> None:
+    """A missing file, a damaged one and a table of another model are told apart by exit code and message."""
+    run("calib", "import", "none.cache", "conv.onnx", code=EXIT_USAGE)
+    Path("bad.cache").write_text("TRT-8601-EntropyCalibration2\nx: zz\n")
+    run("calib", "import", "bad.cache", "conv.onnx", code=EXIT_DAMAGED)
+    Path("foreign.cache").write_text("TRT-8601-EntropyCalibration2\nx: 3d000000\np: 3d000000\nq: 3d000000\n")
+    assert "2 of its 3 tensors" in run("calib", "import", "foreign.cache", "conv.onnx", code=EXIT_FAILED).stderr
+    assert json.loads(run("calib", "ls", "--json").stdout) == []
+
+
+def test_veto(run: Any) -> None:
+    """A veto is noted with its reason, shown, and lifted; one without a reason is refused."""
+    made = calibrate(run)
+    run("calib", "veto", made["key"], "Orin", code=EXIT_USAGE)
+    noted = run("calib", "veto", made["key"], "Orin", "--note", "mAP drops by 7.")
+    assert noted.stdout == "vetoed for Orin: mAP drops by 7.\n"
+    assert "vetoed for    Orin: mAP drops by 7." in run("calib", "show", made["key"]).stdout
+    lifted = json.loads(run("calib", "veto", made["key"], "Orin", "--lift", "--json").stdout)
+    assert lifted["vetoes"] == {}
+    run("calib", "show", "nothing", code=EXIT_MISS)
