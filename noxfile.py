@@ -34,10 +34,24 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests: real TensorRT-RTX builds, real models, real processes killed for real."""
-    session.install("-e", ".[rtx]", *nox.project.dependency_groups(PYPROJECT, "test"))
+    """Run the tests: real TensorRT-RTX builds, real models, real storage servers, real processes killed for real."""
+    extras = "rtx,s3,gcs,azure,obstore,sign,zstd,int8,plot"
+    session.install("-e", f".[{extras}]", *nox.project.dependency_groups(PYPROJECT, "test", "servers"))
     _install_models(session, *MODEL_PACKAGES, PYPROJECT["tool"]["trt_warmcache"]["bindings"])
-    session.run("pytest", *(session.posargs or ("-n", str(min(os.cpu_count() or 1, 4)))))
+    _install_azurite(session)
+    session.run("pytest", *(session.posargs or ("-n", str(max(2, min(os.cpu_count() or 1, 4))))))
+
+
+def _install_azurite(session: nox.Session) -> None:
+    """Install the Azure storage emulator; it comes from npm and stays inside ``.nox``."""
+    if shutil.which("npm") is None:
+        session.error("The Azure tests need Node.js with npm: apt-get install nodejs npm, or https://nodejs.org.")
+    show = "from tests.servers.launch import azurite_home, azurite_install_command as c; print(azurite_home(), *c(), sep='\\n')"
+    lines = session.run("python", "-c", show, silent=True)
+    assert isinstance(lines, str)
+    home, *command = lines.splitlines()
+    if not (pathlib.Path(home) / "node_modules" / "azurite").is_dir():
+        session.run(*command, external=True, silent=True)
 
 
 @nox.session
