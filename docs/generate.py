@@ -58,7 +58,7 @@ _EVENTS = {
     "layer_down": "A layer of the store kept failing and is left alone for a while. `detail`: `layer`, `reason`, `seconds`.",
     "lease_lost": "A lease was taken over while its holder was still building; the work goes on and the first entry wins.",
     "version_conflict": "Bindings and loaded library differ in version. `detail`: `bindings`, `library`.",
-    "churn": "One request keeps getting new keys.",
+    "churn": "A model keeps getting new keys and none is ever used again. `detail`: `keys`, `size`, `parts` (what changes).",
     "drift": "The recorded configuration of a hit differs from what the same request would set today.",
     "warning": "Anything else worth knowing. `detail`: `reason`.",
 }

@@ -179,7 +179,7 @@ def engine_key(
     if driver_in_key:
         parts["target.driver"] = target.driver
     # Absent parts stay absent, so that a part added later leaves the keys of requests without it unchanged.
-    libraries = sorted(plugins)
+    libraries = sorted(set(plugins))
     if libraries:
         parts["plugins"] = libraries
     if calibration is not None:

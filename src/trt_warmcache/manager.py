@@ -478,14 +478,18 @@ class EngineManager:
         started = time.perf_counter()
         deadline = None if request.timeout is None else time.monotonic() + request.timeout
         policy = request.policy or self.policy
-        if policy.trust is not self.policy.trust and request.calibration is not None:
-            raise ConfigError("With a calibration, set trust on the manager's own policy: tables come from its store.")
         options = request.options or _DEFAULT_OPTIONS
         builder = self.builder
         source = ModelSource.open(request.model, memo=self._memo)
         version = builder.version()
         target = self._target_for(request, options)
-        plugins = {path.name: file_digest(path, self._memo) for path in request.plugins}
+        plugins: dict[str, str] = {}
+        for path in request.plugins:
+            digest = file_digest(path, self._memo)
+            if plugins.setdefault(path.name, digest) != digest:
+                raise ConfigError(
+                    f"Two different plugin libraries are called {path.name!r}, and entries list them by name; rename one."
+                )
         if plugins and not builder.capabilities.plugins:
             raise ConfigError(f"{builder.flavour} takes no plugin libraries.")
         table, qdq = None, None
@@ -494,8 +498,8 @@ class EngineManager:
             options, qdq = route(options, request.calibration, takes_tables=takes)
             try:
                 table = self._table(request, source, target, options, deadline, make=tables == "make")
-            except MissError:
-                if tables != "guess":
+            except MissError as miss:
+                if tables != "guess" or miss.reason == "vetoed":
                     raise
         profiles, key = _derive(
             source.summary,

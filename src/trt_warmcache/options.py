@@ -555,7 +555,7 @@ _CHECKS: dict[str, checks.Check] = {
     "refittable_weights": checks.names,
     "preview_features": checks.mapping(checks.stable_name, checks.flag),
     "dla_core": checks.whole(0),
-    "runtime_platform": checks.text,
+    "runtime_platform": checks.lower_text,
     "build_route": checks.text,
     "timing": checks.choice(TimingMode),
     "timing_scope": checks.choice(TimingScope),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -174,9 +174,10 @@ class Policy:
 
 
 def check_seconds(value: object, field: str, *, optional: bool) -> None:
-    """Refuse anything but a finite number of seconds, zero or more (or None where that is meaningful)."""
+    """Refuse anything but a number of seconds, zero or more, that a wait can last (or None where that is meaningful)."""
     if value is None and optional:
         return
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0:  # type: ignore[arg-type, operator]
-        raise ConfigError(f"{field} must be a number of seconds, zero or more, not {value!r}.")
+    # The operating system's clocks hold some hundred years; a wait beyond that would fail when it begins.
+    if not number or not 0 <= value <= threading.TIMEOUT_MAX:  # type: ignore[operator]
+        raise ConfigError(f"{field} must be a number of seconds from 0 to {threading.TIMEOUT_MAX:.0f}, not {value!r}.")
