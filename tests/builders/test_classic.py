@@ -325,36 +325,32 @@ def test_foreign_tactics_are_refused(line: Line, locks: Path) -> None:
 
 
 def test_one_build_per_gpu_at_a_time(locks: Path) -> None:
-    """Builds on one GPU never overlap, so that timings stay clean; builds on two GPUs do."""
-    running, most = [0], [0]
+    """Builds on one GPU never overlap, so that timings stay clean; builds on several GPUs do."""
     guard = threading.Lock()
+    running, most = [0], [0]
 
-    def build(uuid: str) -> None:
-        def configure(network: Any, config: Any) -> None:
-            return None
-
-        def checkpoint() -> None:
-            return None
-
+    def build(uuid: str, inside: Any) -> None:
         def on_progress(step: Progress) -> None:
-            if step.phase == "Building engine" and step.step == 0 and step.parent is None:
-                with guard:
-                    running[0] += 1
-                    most[0] = max(most[0], running[0])
-                time.sleep(0.05)
-                with guard:
-                    running[0] -= 1
+            if step.phase == "Building engine" and step.step == 0:
+                inside()
 
         builder, _ = make("10.16", locks)
-        target = twc.Target(**{**A10.to_json(), "uuid": uuid})
-        builder.build(build_inputs(target=target, on_progress=on_progress, checkpoint=checkpoint, configure=configure))
+        builder.build(build_inputs(target=twc.Target(**{**A10.to_json(), "uuid": uuid}), on_progress=on_progress))
 
+    def alone() -> None:
+        with guard:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.05)
+        with guard:
+            running[0] -= 1
+
+    together = threading.Barrier(4, timeout=60)  # passed only by four builds at once
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(build, ["GPU-1"] * 4))
-    assert most == [1]
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(build, ["GPU-1", "GPU-2", "GPU-3", "GPU-4"]))
-    assert most[0] > 1
+        list(pool.map(build, ["GPU-1"] * 4, [alone] * 4))
+        assert most == [1]
+        list(pool.map(build, [f"GPU-{number}" for number in range(4)], [together.wait] * 4))
+    assert not together.broken
 
 
 def test_waiting_for_the_gpu_can_be_cancelled(locks: Path) -> None:
