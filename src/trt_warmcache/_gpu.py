@@ -163,7 +163,7 @@ def _find(device: int | str, cuda: CudaDriver, environ: Mapping[str, str]) -> tu
         try:
             ordinal = operator.index(device)
         except TypeError:
-            raise ConfigError(f"A device is an ordinal or a UUID, not {device!r}.") from None
+            raise ConfigError(f"A device is a CUDA ordinal or a UUID, not {device!r}.") from None
         if not 0 <= ordinal < count:
             raise ConfigError(f"No CUDA device {ordinal}: this process sees {count}{visible}.")
         return ordinal, cuda.device_uuid(ordinal)
