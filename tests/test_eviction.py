@@ -623,7 +623,7 @@ def test_twenty_thousand_entries(store: LocalStore) -> None:
     watched.local = True
     started = time.perf_counter()
     plan = plan_eviction(scan(watched), EvictionRules(superseded=True, max_age=DAY))
-    assert time.perf_counter() - started < 20
+    assert time.perf_counter() - started < 90  # a shared machine may be slow; quadratic work would take hours
     assert plan.evictions == ()
     reads = [name for name in watched.names("read") if name.startswith("engines/")]
     assert len(reads) == len(set(reads)) == 20_000

@@ -40,7 +40,7 @@ def test_compute_capability(spelling: Any, canonical: str) -> None:
     assert Target(compute_capability=spelling) == Target(compute_capability=canonical)
 
 
-@pytest.mark.parametrize("nonsense", ["", "8", "x.y", "8.9.1", (8,), (8, "9"), None, True, "sm", "-8.9", 1.25, "8.9a"])
+@pytest.mark.parametrize("nonsense", ["", "8", "x.y", "8.9.1", (8,), (8, "x"), None, True, "sm", "-8.9", 1.25, "8.9a"])
 def test_not_a_compute_capability(nonsense: Any) -> None:
     """Anything else is a ConfigError that says how to write it."""
     with pytest.raises(ConfigError, match=r"'8\.9'"):
@@ -329,7 +329,7 @@ def test_numpy_ordinals() -> None:
         (1.0, UUIDS, {}, ["1.0"]),
     ],
 )
-def test_no_such_device(device: Any, uuids: list[str], environ: dict[str, str], words: list[str]) -> None:
+def test_no_such_device(device: Any, uuids: list[str], environ: dict[str, Any], words: list[str]) -> None:
     """A device that the process does not see is a ConfigError that says what it sees; never device 0 instead."""
     with pytest.raises(ConfigError) as caught:
         query(device, uuids, **environ)

@@ -39,7 +39,7 @@ from trt_warmcache.keys import Kind
 from trt_warmcache.manifest import BlobRef, Manifest
 from trt_warmcache.names import MAX_NAME_BYTES
 from trt_warmcache.stores import EntryInfo, Payload, Store
-from trt_warmcache.stores._base import blob_name, verify_view
+from trt_warmcache.stores._base import PACKED_SUFFIX, verify_view
 from trt_warmcache.stores._errors import from_os_error
 
 __all__ = [
@@ -152,7 +152,9 @@ def export_bundle(store: Store, entries: Iterable[Manifest], target: str | os.Pa
         ConfigError: No entries; a folder that is not empty; zstd without its package.
     """
     path = Path(target)
-    chosen = sorted({(one.kind, one.key): one for one in entries}.values(), key=lambda one: (one.kind, one.key))
+    # As their makers sealed them, so that a bundle does not depend on how a store packs its blobs.
+    plain = [manifests.plain(one) for one in entries]
+    chosen = sorted({(one.kind, one.key): one for one in plain}.values(), key=lambda one: (one.kind, one.key))
     if not chosen:
         raise ConfigError("Nothing to export: no entry was chosen.")
     names = _names(chosen)
@@ -318,7 +320,7 @@ def _import_one(store: Store, bundle: _Bundle, item: _Item, manifest: Manifest) 
     finally:
         for payload in payloads.values():
             payload.close()
-    outcome = "copied" if current == manifest else "differs"
+    outcome = "copied" if _same(current, manifest) else "differs"
     return Moved(kind, manifest.key, manifest.labels.entry, outcome, manifest.size)
 
 
@@ -542,7 +544,7 @@ def copy_store(
     """
     found = [info for kind in Kind for info in source.entries(kind)]
     there = {(kind, info.digest) for kind in Kind for info in target.entries(kind)}
-    arrived = {info.name: info.size for info in target.list("blobs/")}
+    arrived = {info.name.rpartition("/")[2]: info.size for info in target.list("blobs/")}
 
     def move(info: EntryInfo) -> Moved | None:
         row = _copy_one(source, target, info, choose, arrived, known=(info.kind, info.digest) in there)
@@ -573,22 +575,24 @@ def _copy_one(
         state = _state(target, manifest, arrived) if known else "missing"
         if state != "missing":
             return Moved(info.kind, info.digest, label, state)
-        for ref in manifest.blobs:
-            if arrived.get(blob_name(ref)) != ref.size:
-                payload = source.fetch(ref)
-                try:
-                    target.put_blob(ref, payload.view)
-                finally:
-                    payload.close()
-                size += ref.size
-        current = target.publish(manifest, {})
+        payloads: dict[str, Payload] = {}
+        try:
+            for ref in manifest.blobs:
+                if not _has(target, ref, arrived):
+                    payloads[ref.role] = source.fetch(ref)
+                    size += ref.size
+            views = {role: payload.view for role, payload in payloads.items()}
+            current = target.publish(manifests.plain(manifest), views)
+        finally:
+            for payload in payloads.values():
+                payload.close()
     except StoreError as error:
         if error.reason in {StoreReason.FULL, StoreReason.DENIED}:
             raise
         return Moved(info.kind, info.digest, label, "failed", size, error)
     except (IntegrityError, UntrustedError) as error:
         return Moved(info.kind, info.digest, label, "failed", size, error)
-    return Moved(info.kind, info.digest, label, "copied" if current == manifest else "differs", size)
+    return Moved(info.kind, info.digest, label, "copied" if _same(current, manifest) else "differs", size)
 
 
 def _state(store: Store, manifest: Manifest, blobs: Mapping[str, int] | None = None) -> str:
@@ -604,10 +608,19 @@ def _state(store: Store, manifest: Manifest, blobs: Mapping[str, int] | None = N
         return "missing"
     if current is None:
         return "missing"
-    if current != manifest:
+    if not _same(current, manifest):
         return "differs"
-    whole = blobs is None or all(blobs.get(blob_name(ref)) == ref.size for ref in manifest.blobs)
+    whole = blobs is None or all(_has(store, ref, blobs) for ref in manifest.blobs)
     return "present" if whole else "missing"
+
+
+def _has(store: Store, ref: BlobRef, blobs: Mapping[str, int]) -> bool:
+    """Whether a blob is among those listed: whole by its size, or packed where a store packs."""
+    return blobs.get(ref.hex) == ref.size or (not store.local and f"{ref.hex}{PACKED_SUFFIX}" in blobs)
+
+
+def _same(one: Manifest, other: Manifest) -> bool:
+    return manifests.plain(one) == manifests.plain(other)
 
 
 # ---- checking ---------------------------------------------------------------------------------------------------

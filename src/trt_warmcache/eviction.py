@@ -34,7 +34,7 @@ from trt_warmcache.lease import lease_name
 from trt_warmcache.manifest import BlobRef, Manifest
 from trt_warmcache.names import size_text
 from trt_warmcache.stores import EntryInfo, ObjectInfo, Store
-from trt_warmcache.stores._base import manifest_name
+from trt_warmcache.stores._base import PACKED_SUFFIX, manifest_name
 from trt_warmcache.uses import UseLog, is_pinned, merge_uses, pin_target, recorded_uses
 
 __all__ = [
@@ -119,7 +119,7 @@ class Inventory:
         store: Its URL.
         now: When, by the clock that the ages are judged with.
         entries: Readable entries.
-        blobs: Every blob by digest.
+        blobs: Every blob by file name: its digest, with an ending where it is packed.
         damaged: Names of manifests that cannot be read; they are left to ``verify``.
         foreign: Names of manifests that this release or these keys cannot judge; blobs without an entry are not swept
             while there are any, because they may belong to one of these.
@@ -201,6 +201,11 @@ def scan(
     blobs = {info.name.rpartition("/")[2]: info for info in store.list("blobs/")}
     litter = [*store.temporaries(), *leases.values(), *store.list("quarantine/")]
     return Inventory(store.url, now, tuple(entries), blobs, tuple(damaged), tuple(foreign), tuple(litter), bool(used))
+
+
+def _digest_of(file: str) -> str:
+    """The digest that a blob's file is called by."""
+    return file.removesuffix(PACKED_SUFFIX)
 
 
 def _older(info: ObjectInfo, now: float, seconds: float) -> bool:
@@ -457,8 +462,8 @@ def plan_eviction(inventory: Inventory, rules: EvictionRules, *, keep: Iterable[
     orphans = [
         info
         for name, info in sorted(inventory.blobs.items())
-        if name not in referenced
-        and (name in lost or (not inventory.foreign and _older(info, inventory.now, rules.grace_seconds)))
+        if _digest_of(name) not in referenced
+        and (_digest_of(name) in lost or (not inventory.foreign and _older(info, inventory.now, rules.grace_seconds)))
     ]
     litter = [
         info
@@ -511,7 +516,8 @@ def _shrink(
     """Add the least recently used entries until the rest fits. A blob shared by several entries counts once."""
 
     def stored(name: str, ref: BlobRef) -> int:
-        return inventory.blobs[name].size if name in inventory.blobs else ref.size
+        found = [inventory.blobs[file].size for file in (name, name + PACKED_SUFFIX) if file in inventory.blobs]
+        return sum(found) if found else ref.size
 
     staying = [entry for entry in chosen if (entry.kind, entry.digest) not in going]
     sizes = {ref.hex: stored(ref.hex, ref) for entry in staying for ref in entry.manifest.blobs}
@@ -569,8 +575,7 @@ class _Execution:
             spared |= self._named_since()
             current = self._current_blobs()
             for info in self._plan.orphans:
-                name = info.name.rpartition("/")[2]
-                if name not in spared and current.get(info.name) == info:
+                if _digest_of(info.name.rpartition("/")[2]) not in spared and current.get(info.name) == info:
                     freed += info.size if self._delete(info.name) else 0
         for info in self._plan.litter:
             freed += info.size if self._delete(info.name) else 0

@@ -330,12 +330,21 @@ def signed_bytes(manifest: Manifest) -> bytes:
 
 def _canonical(document: Mapping[str, Any]) -> bytes:
     rest = {name: value for name, value in document.items() if name != "signature"}
+    blobs = rest.get("blobs")
+    if isinstance(blobs, list):
+        # How a store packs its blobs is its own affair; digests and sizes are of the unpacked bytes.
+        rest["blobs"] = [
+            {name: value for name, value in blob.items() if name not in {"codec", "stored_size"}}
+            if isinstance(blob, dict)
+            else blob
+            for blob in blobs
+        ]
     text = json.dumps(rest, sort_keys=True, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return _DOMAIN + text.encode("ascii")
 
 
 def _mark(manifest: Manifest) -> str:
-    return manifests.blob_digest(manifests.encode(manifest))
+    return manifests.blob_digest(manifests.encode(manifests.plain(manifest)))
 
 
 def _untrusted(name: str, reason: str, what: str) -> UntrustedError:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LAYOUT",
+    "PACKED_SUFFIX",
     "EntryInfo",
     "Lock",
     "LockScope",
@@ -49,6 +50,9 @@ __all__ = [
 
 #: Folder under the root; a later, incompatible layout gets another name beside it.
 LAYOUT = "trtwc-1"
+
+#: Packed blobs lie beside plain ones under their digest and this.
+PACKED_SUFFIX = ".zst"
 
 _ENTRY_NAME = re.compile(r"(?P<kind>[a-z]+)/(?P<fan>[0-9a-f]{2})/(?P<digest>[0-9a-f]{64})\.json")
 
@@ -383,7 +387,7 @@ def blob_name(ref: BlobRef) -> str:
     A packed blob has a name of its own: the same content may be kept packed for one entry and plain for another, and
     neither writer may put the other's form under its name.
     """
-    return f"blobs/{ref.hex[:2]}/{ref.hex}{'.zst' if ref.codec else ''}"
+    return f"blobs/{ref.hex[:2]}/{ref.hex}{PACKED_SUFFIX if ref.codec else ''}"
 
 
 def _same(one: Manifest, other: Manifest) -> bool:

@@ -55,6 +55,9 @@ class ForwardingStore(Store):
     def put_blob(self, ref: BlobRef, data: Any) -> None:
         self.inner.put_blob(ref, data)
 
+    def pack(self, ref: BlobRef, data: Any) -> tuple[BlobRef, Any]:
+        return self.inner.pack(ref, data)
+
     def lock(self, name: str) -> Lock | None:
         return self.inner.lock(name)
 

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from trt_warmcache import manifest as manifests
 from trt_warmcache._fields import to_enum
 from trt_warmcache.errors import ConfigError, IntegrityError, StoreError, StoreReason, UntrustedError
 from trt_warmcache.events import EventKind, Events
@@ -487,27 +488,28 @@ class LayeredStore(Store):
 
     def _put(self, tier: _Tier, ref: BlobRef, payload: Payload, manifest: Manifest | None, source: _Tier) -> None:
         """Fill a blob, and the entry that it belongs to, into a nearer layer. A hit does not depend on it."""
+        others: MutableSequence[Payload] = []
         try:
-            tier.call(lambda store: store.put_blob(ref, payload.view), ref.size)
-        except StoreError as error:
-            log.info("not kept in %s: %s", tier.name, error.message)
-            return
-        tier.count(backfills=1, bytes_written=ref.size)
-        if manifest is None:
-            return
-        others = []
-        try:
-            payloads = {ref.role: payload.view}
-            for other in manifest.blobs:
-                if other.role != ref.role:
-                    others.append(source.fetch(other, rehash=False))
-                    payloads[other.role] = others[-1].view
-            self._keep(tier, manifest, payloads)
-        except (StoreError, IntegrityError) as error:
-            log.info("entry %s not kept in %s: %s", manifest.key[:12], tier.name, error.message)
+            if manifest is None or not self._adopts(tier, manifest):
+                tier.call(lambda store: _put_packed(store, ref, payload.view), ref.size)
+            else:
+                payloads = {ref.role: payload.view}
+                for other in manifest.blobs:
+                    if other.role != ref.role:
+                        others.append(source.fetch(other, rehash=False))
+                        payloads[other.role] = others[-1].view
+                self._adopt(tier, manifest, payloads)
+            tier.count(backfills=1, bytes_written=ref.size)
+        except (StoreError, IntegrityError, UntrustedError) as error:
+            log.info("%s not kept in %s: %s", blob_name(ref), tier.name, error.message)
         finally:
             for one in others:
                 one.close()
+
+    def _adopts(self, tier: _Tier, manifest: Manifest) -> bool:
+        """Whether a layer has another manifest under the key, or none."""
+        current = self._manifest_or_none(tier, manifest)
+        return current is None or not _same(current, manifest)
 
     def _keep(self, tier: _Tier, manifest: Manifest, payloads: Mapping[str, Any]) -> None:
         """Adopt an entry in a nearer layer, as far as that can be done."""
@@ -562,6 +564,7 @@ class LayeredStore(Store):
         failure: StoreError | None = None
         try:
             winner = decider.publish(manifest, payloads, replacing=replacing)
+            decider.count(bytes_written=manifest.size)
             decided = True
         except StoreError as error:
             if decider.layer.required or not others:
@@ -575,6 +578,7 @@ class LayeredStore(Store):
             try:
                 if decided:
                     self._adopt(tier, manifest, payloads)
+                    tier.count(bytes_written=manifest.size)
                 else:
                     # Cut off from the layer that decides: the nearest reachable one does, for this machine.
                     winner = tier.publish(winner, payloads, replacing=replacing)
@@ -700,7 +704,8 @@ class LayeredStore(Store):
     def _leases(self, tier: _Tier) -> bool:
         """Whether builders meet in this layer through lease objects that are kept from here."""
         able = tier.capabilities
-        return able.exclusive_create and (tier.layer.shared or able.lock_scope is LockScope.NONE)
+        near = able.lock_scope in {LockScope.PROCESS, LockScope.HOST}
+        return able.exclusive_create and (tier.layer.shared or not near)
 
     def _fleet_lock(self, decider: _Tier, name: str) -> Lock | None:
         if self._leases(decider):
@@ -868,9 +873,7 @@ class _Tier:
     def publish(
         self, manifest: Manifest, payloads: Mapping[str, Any], *, replacing: Manifest | None = None
     ) -> Manifest:
-        winner = self.call(lambda store: store.publish(manifest, payloads, replacing=replacing), manifest.size)
-        self.count(bytes_written=manifest.size)
-        return winner
+        return self.call(lambda store: store.publish(manifest, payloads, replacing=replacing), manifest.size)
 
     def lock(self, name: str) -> Lock | None:
         return self.store.lock(name) if self.writable else None
@@ -1101,5 +1104,11 @@ def _bounded(work: Callable[[], _T], seconds: float, name: str) -> _T:
 
 
 def _same(one: Manifest, other: Manifest) -> bool:
-    """Whether two manifests say the same, signatures aside."""
-    return msgspec.structs.replace(one, signature={}) == msgspec.structs.replace(other, signature={})
+    """Whether two manifests say the same, signatures and packing aside."""
+    bare = [msgspec.structs.replace(manifests.plain(manifest), signature={}) for manifest in (one, other)]
+    return bare[0] == bare[1]
+
+
+def _put_packed(store: Store, ref: BlobRef, data: Any) -> None:
+    packed, stored = store.pack(ref, data)
+    store.put_blob(packed, stored)
