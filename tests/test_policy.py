@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trt_warmcache import ConfigError, Policy
-from trt_warmcache.policy import Cover, Isolation, OnMiss, OnWait, StoreErrors, Trust
+from trt_warmcache.policy import Cover, Isolation, OnMiss, OnSuspect, OnWait, Rung, StoreErrors, Trust
 
 CHOICES: dict[str, type[Enum]] = {
     "on_miss": OnMiss,
@@ -21,27 +21,33 @@ CHOICES: dict[str, type[Enum]] = {
     "store_errors": StoreErrors,
     "on_wait": OnWait,
     "isolation": Isolation,
+    "on_suspect": OnSuspect,
 }
 SECONDS = ("slow_build_seconds", "wait_seconds", "build_seconds")
 FLAGS = ("rehash", "refresh", "driver_in_key")
 
 
+def policy(**fields: Any) -> Policy:
+    """A policy from fields that may be wrong."""
+    return Policy(**fields)
+
+
 def test_every_field_is_tested_here() -> None:
     """A field added to Policy needs a check of its own, here and there."""
-    assert {field.name for field in fields(Policy)} == {*CHOICES, *SECONDS, *FLAGS, "build_memory_bytes"}
+    assert {field.name for field in fields(Policy)} == {*CHOICES, *SECONDS, *FLAGS, "build_memory_bytes", "ladder"}
 
 
 @pytest.mark.parametrize(("field", "kind"), CHOICES.items())
 def test_choices(field: str, kind: type[Enum]) -> None:
     """A choice may be the member or its text, which are equal; anything else lists all choices."""
     for member in kind:
-        by_text, by_member = Policy(**{field: member.value}), Policy(**{field: member})
+        by_text, by_member = policy(**{field: member.value}), policy(**{field: member})
         assert by_text == by_member
         assert hash(by_text) == hash(by_member)
         assert getattr(by_text, field) is member
     for wrong in ("other", "", None, True, 1, ["x"], next(iter(kind)).value.upper()):
         with pytest.raises(ConfigError, match=rf"^Policy\.{field} must be one of ") as caught:
-            Policy(**{field: wrong})
+            policy(**{field: wrong})
         assert all(repr(member.value) in caught.value.message for member in kind)
 
 
@@ -52,14 +58,14 @@ def test_choices(field: str, kind: type[Enum]) -> None:
 def test_seconds(field: str, value: Any) -> None:
     """Seconds are a plain number that a wait can last."""
     with pytest.raises(ConfigError, match=rf"^Policy\.{field} must be a number of seconds"):
-        Policy(**{field: value})
+        policy(**{field: value})
 
 
 @pytest.mark.parametrize("field", SECONDS)
 @pytest.mark.parametrize("value", [0, 0.0, 1, 2.5, threading.TIMEOUT_MAX])
 def test_good_seconds(field: str, value: float) -> None:
     """Zero and everything up to the longest possible wait are fine, as int or float."""
-    assert getattr(Policy(**{field: value}), field) == value
+    assert getattr(policy(**{field: value}), field) == value
     # What is accepted can really be waited for.
     assert threading.Lock().acquire(timeout=value)
 
@@ -69,7 +75,7 @@ def test_optional_seconds() -> None:
     assert Policy(build_seconds=None).build_seconds is None
     for field in ("slow_build_seconds", "wait_seconds"):
         with pytest.raises(ConfigError, match=f"{field} must be a number"):
-            Policy(**{field: None})  # type: ignore[arg-type]
+            policy(**{field: None})
 
 
 @pytest.mark.parametrize("field", FLAGS)
@@ -77,20 +83,34 @@ def test_optional_seconds() -> None:
 def test_flags(field: str, value: Any) -> None:
     """Flags are True or False, nothing that merely counts as such."""
     with pytest.raises(ConfigError, match=rf"^Policy\.{field} must be True or False"):
-        Policy(**{field: value})
+        policy(**{field: value})
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "1 GB", 2**63])
 def test_memory(value: Any) -> None:
     """Memory is a positive whole number of bytes."""
     with pytest.raises(ConfigError, match=r"^Policy\.build_memory_bytes must be"):
-        Policy(build_memory_bytes=value)
+        policy(build_memory_bytes=value)
 
 
 def test_memory_needs_a_process() -> None:
     """A limit that nothing could keep is refused."""
     with pytest.raises(ConfigError, match="isolation='none' has none"):
         Policy(build_memory_bytes=2**30, isolation="none")
+
+
+def test_ladder() -> None:
+    """Rungs in any order, each once; never by accident: not a bare word, not None."""
+    assert Policy(ladder=["version_compatible", "ampere_plus", Rung.AMPERE_PLUS]).ladder == (
+        Rung.AMPERE_PLUS,
+        Rung.VERSION_COMPATIBLE,
+    )
+    assert policy(ladder=iter(Rung)).ladder == tuple(Rung)
+    for wrong in ("ampere_plus", Rung.AMPERE_PLUS, None, 3):
+        with pytest.raises(ConfigError, match=r"^Policy\.ladder must be a list"):
+            policy(ladder=wrong)
+    with pytest.raises(ConfigError, match=r"^Policy\.ladder must be one of 'same_compute_capability'"):
+        policy(ladder=["hopper_plus"])
 
 
 @pytest.mark.parametrize(
@@ -100,16 +120,16 @@ def test_memory_needs_a_process() -> None:
 def test_unknown_fields(field: str, nearest: str) -> None:
     """Case 9: a misspelt field is a TypeError that names the nearest one."""
     with pytest.raises(TypeError, match=f"Policy has no field '{field}'; did you mean '{nearest}'"):
-        Policy(**{field: "raise"})
+        policy(**{field: "raise"})
 
 
 def test_equality_and_travel() -> None:
     """Equal policies hash alike and survive pickling; different ones differ; replace checks again."""
-    policy = Policy(on_miss="raise", wait_seconds=5)
-    assert policy == Policy(wait_seconds=5.0, on_miss=OnMiss.RAISE)
-    assert len({policy, pickle.loads(pickle.dumps(policy)), Policy()}) == 2
+    strict = Policy(on_miss="raise", wait_seconds=5, ladder=["ampere_plus"])
+    assert strict == Policy(wait_seconds=5.0, on_miss=OnMiss.RAISE, ladder=(Rung.AMPERE_PLUS,))
+    assert len({strict, pickle.loads(pickle.dumps(strict)), Policy()}) == 2
     with pytest.raises(ConfigError):
-        replace(policy, cover="narrower")  # type: ignore[arg-type]
+        replace(strict, cover="narrower")  # type: ignore[arg-type]
 
 
 def test_detached() -> None:
