@@ -29,10 +29,10 @@ _NOTICE = "<!-- Written by docs/generate.py from the code; edit the code and run
 #: When each kind of event happens. A kind without a line here makes this script fail, and its test with it.
 _EVENTS = {
     "hit": "A stored engine was found under the request's key.",
-    "covered": "A stored engine with a wider profile serves the request.",
+    "covered": "A stored engine with a wider profile, or of a lower rung of the ladder, serves the request. `detail`: `reason`, `text`.",
     "joined": "Another thread, process or host built the engine while this caller waited.",
     "miss": "Nothing usable is stored for the request.",
-    "build_start": "A build begins.",
+    "build_start": "A build begins. `detail`: `expected_seconds`, where the same model was built before.",
     "build_progress": "TensorRT finished a step. `detail`: `phase`, `parent`, `step`, `total`.",
     "build_slow": "A build passed `Policy.slow_build_seconds`; sent again at every multiple.",
     "build_end": "TensorRT returned a plan and it passed its checks.",
@@ -45,8 +45,9 @@ _EVENTS = {
     "store_error": "A store failed while being read, or could not set an entry aside. `detail`: `reason`.",
     "lock_unavailable": "There is no lock to be had; building goes on without one, at the price of possible double work.",
     "ineffective": "A rebuilt plan was rejected like the one before it: building again does not help.",
-    "suspect": "Something about an entry is doubtful though its digests hold.",
+    "suspect": "A plan is oddly large or small beside earlier builds of its model. `detail`: `reason`.",
     "timing_dropped": "A timing cache could not be used, merged or stored; builds measure again. `detail`: `reason`.",
+    "runtime_dropped": "Kernels of TensorRT-RTX could not be used or stored; they are compiled again. `detail`: `reason`.",
     "calibration_hit": "A stored INT8 calibration table serves the request; nothing is calibrated.",
     "calibration_start": "A calibration begins. Its batches are told as `build_progress` of the phase `Calibrating`.",
     "calibration_end": "A calibration ran over all its batches.",
@@ -58,9 +59,12 @@ _EVENTS = {
     "lease_lost": "A lease was taken over while its holder was still building; the work goes on and the first entry wins.",
     "version_conflict": "Bindings and loaded library differ in version. `detail`: `bindings`, `library`.",
     "churn": "A model keeps getting new keys and none is ever used again. `detail`: `keys`, `size`, `parts` (what changes).",
-    "drift": "The same inputs gave another plan than before.",
+    "drift": "The recorded configuration of a hit differs from what the same request would set today.",
     "warning": "Anything else worth knowing. `detail`: `reason`.",
 }
+
+#: Versions whose presets are shown: the first of each set of options that presets can use.
+_PRESET_LINES = ((8, 6), (10, 0), (10, 4), (10, 8), (11, 0))
 
 #: The public names by subject. Names of ``trt_warmcache.__all__`` that are in none come last.
 _API = {
@@ -312,6 +316,14 @@ def options_page() -> Iterator[str]:
             yield from choices(kind)
     yield "## Presets\n\n"
     yield from described(twc.BuildOptions.preset)
+    yield "\nWhat each preset sets, by version. `balanced` sets nothing: TensorRT's own defaults.\n\n"
+    yield "| preset | version | options |\n| --- | --- | --- |\n"
+    for preset in options.Preset:
+        for flavour, version in (*(("tensorrt", line) for line in _PRESET_LINES), ("tensorrt_rtx", (1, 7))):
+            chosen = twc.BuildOptions.preset(preset, version=version, flavour=flavour).to_json()
+            words = ", ".join(f"`{name}={value}`" for name, value in chosen.items()) or "nothing"
+            where = "TensorRT-RTX" if flavour == "tensorrt_rtx" else "TensorRT {}.{}".format(*version)
+            yield f"| `{preset.value}` | {where} | {words} |\n"
 
 
 def errors_page() -> Iterator[str]:

@@ -40,7 +40,14 @@ def tables(output: str) -> list[list[dict[str, str]]]:
 
 def test_there_is_a_script_for_each_subject() -> None:
     """Renaming or losing a benchmark does not go unnoticed."""
-    assert SCRIPTS == ["bench_coldwarm", "bench_contention", "bench_hit", "bench_import", "bench_keys"]
+    assert SCRIPTS == [
+        "bench_builders",
+        "bench_coldwarm",
+        "bench_contention",
+        "bench_hit",
+        "bench_import",
+        "bench_keys",
+    ]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

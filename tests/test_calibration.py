@@ -367,14 +367,14 @@ print(sorted(heavy))
 
 
 def test_hit_reads_no_table(model: Path) -> None:
-    """A hit reads two manifests, looks for a veto and maps the plan; it writes, lists and locks nothing."""
+    """A repeated hit reads two manifests and maps the plan; it writes, lists and locks nothing."""
     store = FlakyStore(twc.MemoryStore())
     calibration = twc.Calibration(data=batches(), fingerprint="f")
     with make(store) as manager:
         manager.get(model, profiles=PROFILE, calibration=calibration)
         store.calls.clear()
         manager.get(model, profiles=PROFILE, calibration=calibration)
-    assert [call for call, _ in store.calls] == ["read", "read", "read", "fetch"]
+    assert [call for call, _ in store.calls] == ["read", "read", "fetch"]
 
 
 # ---- without data -----------------------------------------------------------------------------------------------
@@ -720,6 +720,8 @@ def test_veto_for_one_gpu(root: Path, model: Path) -> None:
         assert manager.lookup(model, profiles=PROFILE, calibration=calibration, target=gpus["B"]) is None
         assert manager.counters()["miss.vetoed"] == 2
         assert stored(manager) == [key.digest]
+        with pytest.raises(twc.MissError, match="vetoed"):
+            manager.explain(model, profiles=PROFILE, calibration=calibration, target=gpus["B"])
         assert manager.tables.veto(key.digest, "B", None) == {}
         assert (
             manager.get(model, profiles=PROFILE, calibration=calibration, target=gpus["B"]).outcome is twc.Outcome.HIT
@@ -744,8 +746,27 @@ def test_vetoes_by_capability_and_by_many_writers(root: Path, model: Path) -> No
         path = root / "trtwc-1" / "calibration" / key.digest[:2] / f"{key.digest}.veto"
         path.chmod(0o644)
         path.write_bytes(b"{}")
-        with pytest.raises(twc.IntegrityError, match="veto note"):
-            manager.get(model, profiles=PROFILE, calibration=calibration, target=ok)
+    with make(root) as manager, pytest.raises(twc.IntegrityError, match="veto note"):
+        manager.get(model, profiles=PROFILE, calibration=calibration, target=ok)
+
+
+def test_veto_through_layers(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A veto in the far layer holds for whoever reads through it, after a while in which hits do not ask again."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    calibration = twc.Calibration(data=batches(), fingerprint="f")
+    target = twc.Target(gpu="B", compute_capability="8.7")
+    with make([near, far]) as manager:
+        manager.get(model, profiles=PROFILE, calibration=calibration, target=target)
+        key = manager.calibrate(model, calibration).key
+        with make(far) as other:
+            other.tables.veto(key.digest, "B", "poor")
+        assert manager.get(model, profiles=PROFILE, calibration=calibration, target=target).outcome is twc.Outcome.HIT
+    monkeypatch.setattr("trt_warmcache.calibration._VETO_SECONDS", 0.0)
+    with make([near, far]) as manager, pytest.raises(twc.MissError, match="vetoed for B"):
+        manager.get(model, profiles=PROFILE, calibration=calibration, target=target)
+    with make(far) as other:
+        other.tables.veto(key.digest, "B", None)
+        assert other.get(model, profiles=PROFILE, calibration=calibration, target=target).outcome is twc.Outcome.HIT
 
 
 # ---- the rest ---------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import trt_warmcache as twc
 from trt_warmcache.builders import TensorRTBuilder, TensorRTRTXBuilder
 from trt_warmcache.calibration_table import read_table
 from trt_warmcache.keys import Kind
+from trt_warmcache.policy import Isolation
 
 pytest.importorskip("onnxruntime")
 
@@ -312,6 +313,19 @@ def test_rtx_builds_are_found_again(root: Path) -> None:
         assert manager.get(conv_model(), profiles=PROFILE, calibration=calibration).outcome is twc.Outcome.HIT
         plain = manager.get(conv_model(), profiles=PROFILE)
         assert bytes(plain.plan) != bytes(built.plan)
+
+
+def test_build_in_another_process(root: Path) -> None:
+    """A build in a process of its own gets the Q/DQ model too, and gives the plan that this process would build."""
+    calibration = twc.Calibration(data=batches(), qdq=twc.QdqOptions(min_channels=1))
+    plans = []
+    for number, isolation in enumerate((Isolation.NONE, Isolation.PROCESS)):
+        with rtx(root / str(number)) as manager:
+            policy = twc.Policy(isolation=isolation)
+            plans.append(
+                bytes(manager.get(conv_model(), profiles=PROFILE, calibration=calibration, policy=policy).plan)
+            )
+    assert plans[0] == plans[1]
 
 
 def test_detection(root: Path) -> None:

@@ -366,6 +366,17 @@ class TestFolder:
             Calibration(data=tmp_path).check([X])
 
 
+def test_expected_batches(tmp_path: Path) -> None:
+    """The number of batches is known for lists, folders and limits, and left open for generators."""
+    for name in "abc":
+        np.save(tmp_path / f"{name}.npy", batch(0)["x"])
+    assert Calibration(data=tmp_path).expected_batches == 3
+    assert Calibration(data=tmp_path, batches=2).expected_batches == 2
+    assert Calibration(data=[batch(0)], batches=2).expected_batches == 1
+    assert Calibration(data=lambda: iter([batch(0)]), batches=2).expected_batches == 2
+    assert Calibration(data=lambda: iter([batch(0)])).expected_batches is None
+
+
 class TestDataLoader:
     def test_dicts_tensors_and_lists(self) -> None:
         """All three collations of a DataLoader give the same as the arrays themselves, detached and on the CPU."""

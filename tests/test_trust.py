@@ -39,7 +39,7 @@ class Watchful(FakeBuilder):
         super().__init__(**fields)
         self.seen: list[bytes] = []
 
-    def check_plan(self, plan: memoryview) -> None:
+    def check_plan(self, plan: memoryview, *, older: bool = False) -> None:
         self.seen.append(bytes(plan))
 
 

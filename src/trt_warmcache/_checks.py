@@ -10,7 +10,19 @@ from typing import Any
 from trt_warmcache._fields import LARGEST_INT, printable, to_enum
 from trt_warmcache.errors import ConfigError
 
-__all__ = ["Check", "choice", "flag", "layer_rules", "mapping", "names", "stable_name", "text", "upper_names", "whole"]
+__all__ = [
+    "Check",
+    "choice",
+    "flag",
+    "layer_rules",
+    "lower_text",
+    "mapping",
+    "names",
+    "stable_name",
+    "text",
+    "upper_names",
+    "whole",
+]
 
 Check = Callable[[str, Any], Any]
 
@@ -52,6 +64,11 @@ def text(field: str, value: Any) -> str:
     return value
 
 
+def lower_text(field: str, value: Any) -> str:
+    """Text without case: one spelling for a name that TensorRT writes in capitals."""
+    return text(field, value).lower()
+
+
 def names(field: str, value: Any) -> tuple[str, ...]:
     """A set of names, sorted."""
     if isinstance(value, str) or not isinstance(value, Iterable):
@@ -78,11 +95,12 @@ def mapping(key: Check, item: Check) -> Check:
     def check(field: str, value: Any) -> Mapping[Any, Any] | None:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{field} must be a mapping, not {value!r}.")
+        pairs = sorted((key(field, name), item(f"{field}[{name!r}]", amount)) for name, amount in value.items())
+        normal = dict(pairs)
+        if len(normal) < len(pairs):
+            raise ConfigError(f"{field} names one thing twice, in two spellings: {value!r}.")
         # Empty says as little as None, and must not give another key.
-        return (
-            dict(sorted((key(field, name), item(f"{field}[{name!r}]", amount)) for name, amount in value.items()))
-            or None
-        )
+        return normal or None
 
     return check
 

@@ -27,7 +27,7 @@ class CudaDriver(Protocol):
         """How many devices this process sees."""
 
     def device_uuid(self, ordinal: int) -> str:
-        """UUID such as ``GPU-...`` or ``MIG-...`` of a visible device."""
+        """UUID of a visible device, without the ``GPU-`` or ``MIG-`` that NVML puts before it."""
 
     def sm_count(self, ordinal: int) -> int:
         """Streaming multiprocessors that the device offers to this process."""
@@ -134,7 +134,7 @@ def query_gpu(
             "gpu": name,
             "compute_capability": f"{major}.{minor}",
             "sm_count": cuda.sm_count(ordinal),
-            "memory_bytes": int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+            "memory_bytes": _memory(nvml, handle),
             "mig_profile": None if handle is parent else _mig_profile(_text(nvml.nvmlDeviceGetName(handle))),
             "uuid": _text(nvml.nvmlDeviceGetUUID(handle)),
             "cuda": cuda.version(),
@@ -160,7 +160,10 @@ def _find(device: int | str, cuda: CudaDriver, environ: Mapping[str, str]) -> tu
     count = cuda.device_count()
     visible = f" (CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']})" if "CUDA_VISIBLE_DEVICES" in environ else ""
     if not isinstance(device, str):
-        ordinal = operator.index(device)
+        try:
+            ordinal = operator.index(device)
+        except TypeError:
+            raise ConfigError(f"A device is a CUDA ordinal or a UUID, not {device!r}.") from None
         if not 0 <= ordinal < count:
             raise ConfigError(f"No CUDA device {ordinal}: this process sees {count}{visible}.")
         return ordinal, cuda.device_uuid(ordinal)
@@ -186,6 +189,14 @@ def _handle(nvml: Any, uuid: str) -> tuple[Any, Any]:
             return handle, handle
         return handle, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
     raise ConfigError(f"NVML does not know the CUDA device with UUID {uuid}; driver and NVML library may differ.")
+
+
+def _memory(nvml: Any, handle: Any) -> int | None:
+    try:
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except nvml.NVMLError:
+        # GPUs that share the host's memory (GB10, Jetson) do not tell; it is only for people anyway.
+        return None
 
 
 def _mig_profile(name: str) -> str:

@@ -62,6 +62,8 @@ _NAMED = 20
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 _MAX_VETO_BYTES = 1 << 20
+#: A hit must not ask a far layer every time whether somebody noted a veto; so long an answer holds.
+_VETO_SECONDS = 60.0
 #: Writers of a veto note that collide read and try again; more collisions in a row than this mean something else.
 _ATTEMPTS = 32
 
@@ -140,6 +142,7 @@ class CalibrationTables:
         self._memo = memo
         self._events = events
         self._flights: SingleFlight[StoredTable] = SingleFlight()
+        self._known_vetoes: dict[str, tuple[float, dict[str, str]]] = {}
 
     # ---- identity ---------------------------------------------------------------------------------------------
 
@@ -443,13 +446,14 @@ class CalibrationTables:
         inputs = _inputs(job.source)
         first = next(job.calibration.feed(inputs))
         count = {"batches": 0, "samples": 0}
+        total = job.calibration.expected_batches
 
         def batches() -> Iterator[Mapping[str, Any]]:
             for number, batch in enumerate(job.calibration.feed(inputs, expected=job.key.parts["data"]), start=1):
                 yield batch
                 shape = next(iter(batch.values())).shape
                 count["batches"], count["samples"] = number, count["samples"] + (shape[0] if shape else 1)
-                progress(number, job.calibration.batches)
+                progress(number, total)
 
         shapes = {name: tuple(map(int, array.shape)) for name, array in first.items()}
         table = job.tensorrt(CalibrationRun(str(job.calibration.algorithm), shapes, batches()))
@@ -596,6 +600,7 @@ class CalibrationTables:
                 self._store.create(name, data) if before is None else self._store.swap(name, data, expected=before)
             )
             if written:
+                self._known_vetoes.pop(digest, None)
                 return vetoes
         raise StoreError(
             f"The veto on {digest[:12]} could not be written: other writers were faster {_ATTEMPTS} times. Try again.",
@@ -605,12 +610,15 @@ class CalibrationTables:
     def _refuse_vetoed(self, job: _Job, target: Target | None) -> None:
         if target is None:
             return
-        try:
-            vetoes = self.vetoes(job.key.digest)
-        except StoreError:
-            if not job.degrade:
-                raise
-            return
+        until, vetoes = self._known_vetoes.get(job.key.digest, (0.0, {}))
+        if time.monotonic() >= until:
+            try:
+                vetoes = self.vetoes(job.key.digest)
+            except StoreError:
+                if not job.degrade:
+                    raise
+                return
+            self._known_vetoes[job.key.digest] = (time.monotonic() + _VETO_SECONDS, vetoes)
         names = {target.gpu, target.gpu_type, target.compute_capability, *target.compute_capabilities}
         for gpu, note in vetoes.items():
             if gpu in names:

@@ -228,6 +228,14 @@ class Calibration:
         """Whether the fingerprint comes from the batches' bytes, so that finding it means walking the data."""
         return self.fingerprint is None and self.table is None and not self._is_folder
 
+    @property
+    def expected_batches(self) -> int | None:
+        """How many batches there will be, for showing progress; None where only walking the data would tell."""
+        if self._is_folder:
+            return len(self.files())
+        known = len(self.data) if hasattr(self.data, "__len__") else None
+        return min((count for count in (known, self.batches) if count is not None), default=None)
+
     def load_table(self) -> CalibrationTable | None:
         """The table given, read if it was given as a path; None when there is none."""
         return self.table if self.table is None or isinstance(self.table, CalibrationTable) else read_table(self.table)

@@ -98,18 +98,20 @@ def progress_hook(*, quiet: bool) -> Iterator[Callable[[Event], None]]:
         yield _plain_progress
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
+        MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks: dict[str, Any] = {}
 
         def show(event: Event) -> None:
+            if "expected_seconds" in event.detail:
+                bars.console.print(_expected(event))
             if event.kind is not EventKind.BUILD_PROGRESS:
                 return
             phase, total = event.detail["phase"], event.detail["total"]
@@ -137,8 +139,14 @@ _TOLD = {
 }
 
 
+def _expected(event: Event) -> str:
+    return f"earlier builds of this model took {event.detail['expected_seconds']:.0f} s"
+
+
 def _plain_progress(event: Event) -> None:
     if event.kind in _TOLD:
+        if "expected_seconds" in event.detail:
+            click.echo(_expected(event), err=True)
         seconds = "" if event.seconds is None else f" ({event.seconds:.1f} s)"
         click.echo(
             f"{event.kind.value.replace('_', ' ')}: {event.detail.get('text') or event.label}{seconds}", err=True

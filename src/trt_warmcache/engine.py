@@ -40,6 +40,7 @@ class Engine:
         manifest: What its entry claims.
         timings: Seconds per stage of this call: ``hash``, ``lookup``, ``wait``, ``build``, ``publish``, ``verify``.
         stored: Whether an entry exists for it now.
+        reason: With outcome COVERED, why it serves.
         publish_error: Why it could not be stored, where it was built and could not.
     """
 
@@ -49,6 +50,7 @@ class Engine:
     timings: Mapping[str, float]
     stored: bool = True
     publish_error: StoreError | None = None
+    reason: str = ""
     _payload: Payload = field(repr=False, kw_only=True)
     _load: Callable[[Engine], Any] = field(repr=False, kw_only=True)
 
@@ -57,8 +59,13 @@ class Engine:
         """The plan: read-only, and mapped from the file where the store is local."""
         return self._payload.view
 
+    @property
+    def stripped(self) -> bool:
+        """Whether the plan has no weights; :meth:`deserialize` gives it those of the requested model."""
+        return bool(self.key.parts.get("options.strip_plan"))
+
     def deserialize(self) -> Any:
-        """An ``ICudaEngine``; needs a GPU that the plan fits.
+        """An ``ICudaEngine``; needs a GPU that the plan fits. A stripped plan is refitted from the requested model.
 
         Raises:
             IncompatibleError: This machine cannot run the plan; the message says why.

@@ -41,6 +41,7 @@ class EventKind(str, Enum):
     INEFFECTIVE = "ineffective"
     SUSPECT = "suspect"
     TIMING_DROPPED = "timing_dropped"
+    RUNTIME_DROPPED = "runtime_dropped"
     CALIBRATION_HIT = "calibration_hit"
     CALIBRATION_START = "calibration_start"
     CALIBRATION_END = "calibration_end"
@@ -94,6 +95,7 @@ _LEVELS = {
     EventKind.INEFFECTIVE: logging.WARNING,
     EventKind.SUSPECT: logging.WARNING,
     EventKind.TIMING_DROPPED: logging.WARNING,
+    EventKind.RUNTIME_DROPPED: logging.WARNING,
     EventKind.CALIBRATION_FAILED: logging.WARNING,
     EventKind.CALIBRATION_INCOMPLETE: logging.WARNING,
     EventKind.CALIBRATION_CONFLICT: logging.WARNING,

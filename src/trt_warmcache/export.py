@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from trt_warmcache.errors import StoreError
 from trt_warmcache.keys import Kind
 from trt_warmcache.manifest import Manifest
-from trt_warmcache.names import with_digest
+from trt_warmcache.names import safe_name, with_digest
 from trt_warmcache.stores import Store
 from trt_warmcache.stores._errors import from_os_error
 
@@ -24,21 +25,15 @@ EXTENSIONS = {Kind.ENGINE: ".engine", Kind.TIMING: ".cache", Kind.CALIBRATION: "
 def file_names(manifests: Iterable[Manifest]) -> dict[str, str]:
     """File name per key: ``{model_name}_{version}_{gpu_type}_{input_shape}``, with a digest where two would collide."""
     found = list(manifests)
-    plain = {manifest.key: _stem(manifest) + EXTENSIONS[Kind(manifest.kind)] for manifest in found}
+    short, long = {}, {}
+    for manifest in found:
+        # Labels are not part of the key: whoever can write to the store could have put any path there.
+        stem, extension = safe_name(manifest.labels.entry or manifest.key[:12]), EXTENSIONS[Kind(manifest.kind)]
+        short[manifest.key] = stem + extension
+        long[manifest.key] = with_digest(stem, manifest.key) + extension
     # Compared without case: some file systems do not tell Model.engine from model.engine.
-    taken: dict[str, int] = {}
-    for name in plain.values():
-        taken[name.casefold()] = taken.get(name.casefold(), 0) + 1
-    return {
-        manifest.key: plain[manifest.key]
-        if taken[plain[manifest.key].casefold()] == 1
-        else with_digest(_stem(manifest), manifest.key) + EXTENSIONS[Kind(manifest.kind)]
-        for manifest in found
-    }
-
-
-def _stem(manifest: Manifest) -> str:
-    return manifest.labels.entry or manifest.key[:12]
+    taken = Counter(name.casefold() for name in (*short.values(), *long.values()))
+    return {key: name if taken[name.casefold()] == 1 else long[key] for key, name in short.items()}
 
 
 def export_entry(store: Store, manifest: Manifest, folder: Path, name: str) -> Path:

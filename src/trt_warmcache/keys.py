@@ -30,10 +30,12 @@ __all__ = [
     "EngineKey",
     "Key",
     "Kind",
+    "RuntimeKey",
     "TimingKey",
     "calibration_key",
     "differences",
     "engine_key",
+    "runtime_key",
     "timing_key",
 ]
 
@@ -87,6 +89,10 @@ class EngineKey(Key):
 
 class TimingKey(Key):
     """Identity of a timing cache: device and libraries; shared by all models."""
+
+
+class RuntimeKey(Key):
+    """Identity of a run-time kernel cache: GPU, driver and library."""
 
 
 class CalibrationKey(Key):
@@ -173,7 +179,7 @@ def engine_key(
     if driver_in_key:
         parts["target.driver"] = target.driver
     # Absent parts stay absent, so that a part added later leaves the keys of requests without it unchanged.
-    libraries = sorted(plugins)
+    libraries = sorted(set(plugins))
     if libraries:
         parts["plugins"] = libraries
     if calibration is not None:
@@ -225,6 +231,24 @@ def timing_key(*, flavour: str, version: str, target: Target, scope: str = "", n
     if scope:
         parts["scope"] = scope
     return TimingKey(Kind.TIMING, parts, name)
+
+
+def runtime_key(*, flavour: str, version: str, target: Target, name: str = "") -> RuntimeKey:
+    """The key of a run-time kernel cache: GPU, driver and library, shared by all engines.
+
+    Args:
+        flavour: ``"tensorrt_rtx"``; no other has one.
+        version: Version of the loaded library.
+        target: The GPU that runs, not the plan's set of compute capabilities.
+        name: Readable name; not part of the identity.
+    """
+    parts: dict[str, Any] = {
+        "builder.flavour": flavour,
+        "builder.version": version,
+        **{part: value for part, value in _target_parts("tensorrt", target, None).items() if part != "target.cuda"},
+        "target.driver": target.driver,
+    }
+    return RuntimeKey(Kind.RUNTIME, parts, name)
 
 
 def calibration_key(

@@ -29,6 +29,7 @@ from trt_warmcache.builders import (
     BuildOutput,
     CalibrationRun,
     EngineBuilder,
+    LoadNeeds,
     Progress,
     isolated,
     select_builder,
@@ -50,14 +51,18 @@ from trt_warmcache.errors import (
 )
 from trt_warmcache.events import EventKind, Events, Hook
 from trt_warmcache.explain import Explanation, explain, stored_manifests
+from trt_warmcache.judge import History, drift, fingerprint, told_apart
 from trt_warmcache.keys import EngineKey, Kind, engine_key, label_for
+from trt_warmcache.ladder import Step, exact_steps, older_versions
 from trt_warmcache.manifest import Labels, Manifest, Provenance
 from trt_warmcache.memo import DigestMemo, default_memo_folder
 from trt_warmcache.model import ModelSource, ModelSummary, file_digest
-from trt_warmcache.options import BuildOptions, HardwareCompatibility
-from trt_warmcache.policy import Cover, OnMiss, OnWait, Policy, StoreErrors, Trust
+from trt_warmcache.options import BuildOptions, HardwareCompatibility, RefitMode
+from trt_warmcache.policy import Cover, OnMiss, OnSuspect, OnWait, Policy, Rung, StoreErrors, Trust
 from trt_warmcache.profiles import ShapeProfile, cover_size, covers_all, validate_profiles
 from trt_warmcache.request import EngineRequest, as_request
+from trt_warmcache.runtime_cache import RuntimeCache
+from trt_warmcache.runtime_cache import key_for as kernels_key
 from trt_warmcache.singleflight import Heartbeat, SingleFlight, WaitLimits, acquire_or_find
 from trt_warmcache.stores import Lock, Payload, Store, open_store
 from trt_warmcache.stores._local import LockUnavailable
@@ -203,6 +208,9 @@ class EngineManager:
         self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._background: ThreadPoolExecutor | None = None
         self._pending: dict[str, Future[Engine]] = {}
+        #: Engines that were rejected after this process had built them; building them again would change nothing.
+        self._rejected: dict[str, str] = {}
+        self._drift_checked: set[tuple[str, Any]] = set()
         self._closed = False
         self._lockless_told = False
 
@@ -405,6 +413,22 @@ class EngineManager:
 
         return await asyncio.to_thread(self.warm, list(requests), **options)
 
+    def runtime_cache(self, engine: Any, *, target: Target | None = None) -> RuntimeCache:
+        """The kernels that TensorRT-RTX compiles when an engine first runs, kept in this manager's store.
+
+        Args:
+            engine: What :meth:`Engine.deserialize` gave.
+            target: The GPU that runs; None detects it.
+
+        Returns:
+            A context manager: use its ``config`` to create execution contexts, and leave it after the first runs.
+
+        Raises:
+            ConfigError: The engine is not TensorRT-RTX's, or the GPU cannot be told.
+        """
+        key = kernels_key(self.builder.flavour, self.builder.version(), target or Target.detect())
+        return RuntimeCache(self.store, key, engine, events=self._events)
+
     def counters(self) -> dict[str, int]:
         """How often each kind of event occurred in this manager."""
         return self._events.counts()
@@ -454,14 +478,18 @@ class EngineManager:
         started = time.perf_counter()
         deadline = None if request.timeout is None else time.monotonic() + request.timeout
         policy = request.policy or self.policy
-        if policy.trust is not self.policy.trust and request.calibration is not None:
-            raise ConfigError("With a calibration, set trust on the manager's own policy: tables come from its store.")
         options = request.options or _DEFAULT_OPTIONS
         builder = self.builder
         source = ModelSource.open(request.model, memo=self._memo)
         version = builder.version()
         target = self._target_for(request, options)
-        plugins = {path.name: file_digest(path, self._memo) for path in request.plugins}
+        plugins: dict[str, str] = {}
+        for path in request.plugins:
+            digest = file_digest(path, self._memo)
+            if plugins.setdefault(path.name, digest) != digest:
+                raise ConfigError(
+                    f"Two different plugin libraries are called {path.name!r}, and entries list them by name; rename one."
+                )
         if plugins and not builder.capabilities.plugins:
             raise ConfigError(f"{builder.flavour} takes no plugin libraries.")
         table, qdq = None, None
@@ -470,12 +498,12 @@ class EngineManager:
             options, qdq = route(options, request.calibration, takes_tables=takes)
             try:
                 table = self._table(request, source, target, options, deadline, make=tables == "make")
-            except MissError:
-                if tables != "guess":
+            except MissError as miss:
+                if tables != "guess" or miss.reason == "vetoed":
                     raise
         profiles, key = _derive(
             source.summary,
-            source.digest,
+            source.graph_digest if _shares_graph(options) else source.digest,
             request.profiles,
             options,
             builder.flavour,
@@ -590,6 +618,9 @@ class EngineManager:
     def _find(self, call: _Call) -> Engine | None:
         """A stored engine for the call: exact, or wider where the policy allows. Emits hit or miss."""
         engine = self._look(call, Outcome.HIT)
+        if engine is None and call.policy.ladder:
+            with call.stage("lookup"):
+                engine = self._look_down(call)
         if engine is None and (call.policy.cover is Cover.WIDER or call.policy.on_miss is OnMiss.FALLBACK):
             with call.stage("lookup"):
                 engine = self._look_wider(call)
@@ -626,20 +657,35 @@ class EngineManager:
         call.timings["verify"] = time.perf_counter() - looked
         self._events.emit(EventKind(outcome.value), key=digest, label=call.label)
         self._churn.hit(manifest)
+        self._tell_drift(call, manifest)
         return engine
 
-    def _open(self, call: _Call, key: EngineKey, manifest: Manifest, outcome: Outcome) -> Engine:
+    def _tell_drift(self, call: _Call, manifest: Manifest) -> None:
+        """Report drift of an entry, once for each hook it is asked with."""
+        asked = (manifest.key, call.request.configure)
+        if asked in self._drift_checked:
+            return
+        self._drift_checked.add(asked)
+        for text in drift(manifest, call.options, call.request.configure):
+            self._events.emit(EventKind.DRIFT, key=manifest.key, label=call.label, text=f"{call.label}: {text}")
+
+    def _open(
+        self, call: _Call, key: EngineKey, manifest: Manifest, outcome: Outcome, *, older: bool = False
+    ) -> Engine:
         payload = self.store.fetch(manifest.blob(_ROLE), rehash=call.policy.rehash)
         try:
-            self._check_plan(payload.view)
+            self._check_plan(payload.view, older=older)
         except BaseException:
             payload.close()
             raise
         return self._engine(call, key, manifest, payload, outcome)
 
-    def _check_plan(self, plan: memoryview) -> None:
+    def _check_plan(self, plan: memoryview, *, older: bool) -> None:
         try:
-            self.builder.check_plan(plan)
+            if older:
+                self.builder.check_plan(plan, older=True)
+            else:
+                self.builder.check_plan(plan)
         except IncompatibleError as error:
             # The key says that the plan is for this very library; bytes that say otherwise are not what they claim.
             raise IntegrityError(f"The stored plan contradicts its key: {error.message}", reason="header") from error
@@ -649,6 +695,33 @@ class EngineManager:
             outcome, key, manifest, call.timings, _payload=payload, _load=lambda engine: self._load(call, engine)
         )
         self._engines.add(engine)
+        return engine
+
+    def _look_down(self, call: _Call) -> Engine | None:
+        """A stored engine of a rung that the policy allows; see :mod:`trt_warmcache.ladder`."""
+        allowed = [Rung(rung) for rung in call.policy.ladder]
+        for step in exact_steps(call.key.parts, call.target, allowed):
+            manifest = self._store_for(call).manifest(Kind.ENGINE, step.digest)
+            engine = None if manifest is None else self._open_step(call, step, manifest)
+            if engine is not None:
+                return engine
+        if Rung.VERSION_COMPATIBLE in allowed:
+            stored = stored_manifests(self._store_for(call), Kind.ENGINE)
+            for step, manifest in older_versions(call.key.parts, call.target, allowed, stored):
+                engine = self._open_step(call, step, manifest, older=True)
+                if engine is not None:
+                    return engine
+        return None
+
+    def _open_step(self, call: _Call, step: Step, manifest: Manifest, *, older: bool = False) -> Engine | None:
+        key = EngineKey(Kind.ENGINE, manifest.parts, manifest.labels.entry)
+        try:
+            engine = self._open(call, key, manifest, Outcome.COVERED, older=older)
+        except IntegrityError as error:
+            self._quarantine(call, Kind.ENGINE, key.digest, error)
+            return None
+        engine.reason = step.reason
+        self._events.emit(EventKind.COVERED, key=key.digest, label=call.label, reason="ladder", text=step.reason)
         return engine
 
     def _look_wider(self, call: _Call) -> Engine | None:
@@ -666,6 +739,7 @@ class EngineManager:
             except IntegrityError as error:
                 self._quarantine(call, Kind.ENGINE, digest, error)
                 continue
+            engine.reason = "built with a wider profile"
             self._events.emit(EventKind.COVERED, key=digest, label=call.label)
             return engine
         return None
@@ -807,23 +881,39 @@ class EngineManager:
             model_name=call.labels().name,
             events=self._events,
         )
+        history = History.of(self._store_for(call), call.key)
         started_at = time.time()
         with call.stage("build"):
-            output = self._build(call, timing.blob)
+            output = self._build(call, timing.blob, history)
         provenance = self._provenance(call, output, started_at)
         plan = memoryview(output.plan).cast("B").toreadonly()
         with call.stage("publish"):
             ref = manifests.describe_blob(_ROLE, plan)
-            extra = self._facts(call, output, timing)
+            extra = self._facts(call, output, timing, history.suspicion(plan.nbytes))
             manifest = manifests.seal(call.key, (ref,), provenance=provenance, labels=call.labels(), extra=extra)
+            self._probe(call, manifest, plan)
             engine = self._publish(call, manifest, plan)
             timing.finish(output, provenance)
         return engine
 
-    @staticmethod
-    def _facts(call: _Call, output: BuildOutput, timing: TimingSession) -> dict[str, Any]:
-        """What an entry says beyond key and provenance: the entries it was made with, and what it needs."""
+    def _facts(self, call: _Call, output: BuildOutput, timing: TimingSession, suspicion: str) -> dict[str, Any]:
+        """What an entry says beyond key and provenance: the entries it was made with, what it needs, what is odd."""
+        configure = call.request.configure
+        if suspicion:
+            self._events.emit(
+                EventKind.SUSPECT,
+                key=call.key.digest,
+                label=call.label,
+                reason="size",
+                text=f"{call.label}: {suspicion}",
+            )
+            if call.policy.on_suspect is OnSuspect.REFUSE:
+                raise BuildError(
+                    f"The engine of {call.label} is not stored: {suspicion}. Build again, or look into it."
+                )
         facts = {
+            "configure": None if configure is None else fingerprint(configure),
+            "suspect": suspicion or None,
             "calibration_key": None if call.table is None else call.table.key.digest,
             "timing_key": None if timing.key is None else timing.key.digest,
             "tactics": None if output.tactics is None else output.tactics.to_json(),
@@ -831,7 +921,22 @@ class EngineManager:
         }
         return {name: value for name, value in facts.items() if value is not None}
 
-    def _build(self, call: _Call, timing_blob: bytes | None) -> BuildOutput:
+    def _probe(self, call: _Call, manifest: Manifest, plan: memoryview) -> None:
+        """Let the caller look at the engine before anybody else can get it."""
+        if call.request.probe is None:
+            return
+        engine = self._engine(call, call.key, manifest, Payload(plan), Outcome.BUILT)
+        engine.stored = False
+        try:
+            good = call.request.probe(engine)
+        except WarmCacheError:
+            raise
+        except Exception as error:
+            raise BuildError(f"The probe of {call.label} failed with {type(error).__name__}: {error}") from error
+        if not good:
+            raise BuildError(f"The probe refused the engine of {call.label}; it is not stored.")
+
+    def _build(self, call: _Call, timing_blob: bytes | None, history: History) -> BuildOutput:
         policy, key = call.policy, call.key.digest
         limit = policy.build_seconds
         started = time.monotonic()
@@ -883,7 +988,8 @@ class EngineManager:
         )
         builder = isolated(self.builder, policy, target=call.target, configure=call.request.configure)
         self._warn_if_not_writable(call)
-        self._events.emit(EventKind.BUILD_START, key=key, label=call.label)
+        expected: dict[str, Any] = {} if history.seconds is None else {"expected_seconds": history.seconds}
+        self._events.emit(EventKind.BUILD_START, key=key, label=call.label, **expected)
         try:
             checkpoint()
             with Heartbeat(max(policy.slow_build_seconds, 0.01), slow):
@@ -1020,29 +1126,49 @@ class EngineManager:
     def _load(self, call: _Call, engine: Engine) -> Any:
         """Deserialize; an entry that turns out to be unusable is set aside and built anew, once."""
         try:
-            return self.builder.deserialize(engine.plan)
+            return self._deserialize(call, engine)
         except IntegrityError as error:
             first: WarmCacheError = error
         except IncompatibleError as error:
             if not error.about_plan:
-                raise  # the machine's fault: no driver, no memory, another GPU. The entry may be fine elsewhere.
+                # The machine's fault: no driver, no memory, another GPU. The entry may be fine elsewhere.
+                raise told_apart(error, engine.manifest, call.target) from error
             first = error
+        digest = engine.key.digest
+        if digest in self._rejected:
+            self._tell_ineffective(call, f"{call.label} was rejected again: {first.message}")
+            raise first
         if engine.outcome is Outcome.BUILT or call.policy.on_miss is not OnMiss.BUILD:
+            if engine.outcome is Outcome.BUILT:
+                self._rejected[digest] = first.message
             raise first
         self._quarantine(call, engine.key.kind, engine.key.digest, IntegrityError(first.message, reason="rejected"))
         fresh = self._build_once(call)
         try:
-            return self.builder.deserialize(fresh.plan)
+            return self._deserialize(call, fresh)
         except (IncompatibleError, IntegrityError) as second:
-            self._events.emit(
-                EventKind.INEFFECTIVE,
-                key=call.key.digest,
-                label=call.label,
-                text=f"{call.label} was rejected, rebuilt, and rejected again",
-            )
+            self._rejected[digest] = self._rejected[call.key.digest] = second.message
+            self._tell_ineffective(call, f"{call.label} was rejected, rebuilt, and rejected again: {second.message}")
             raise IncompatibleError(
                 f"The stored plan was rejected ({first.message}), and so was one built anew ({second.message})."
             ) from second
+
+    def _deserialize(self, call: _Call, engine: Engine) -> Any:
+        parts = engine.key.parts
+        needs = LoadNeeds(
+            plugins=call.request.plugins,
+            creators=tuple(engine.manifest.extra.get("plugins", ())),
+            host_code=bool(parts.get("options.version_compatible")),
+            weights=call.source if engine.stripped else None,
+        )
+        return (
+            self.builder.deserialize(engine.plan)
+            if needs == LoadNeeds()
+            else self.builder.deserialize(engine.plan, needs)
+        )
+
+    def _tell_ineffective(self, call: _Call, text: str) -> None:
+        self._events.emit(EventKind.INEFFECTIVE, key=call.key.digest, label=call.label, text=text)
 
     # ---- other processes --------------------------------------------------------------------------------------
 
@@ -1061,6 +1187,11 @@ class EngineManager:
             raise ConfigError(
                 "Workers in other processes open the store themselves: give the manager a path or URL instead of a Store object."
             )
+
+
+def _shares_graph(options: BuildOptions) -> bool:
+    """Whether the plan holds no weights that cannot be exchanged, so that one serves all models of a graph."""
+    return bool(options.strip_plan) and options.refit is RefitMode.ALL
 
 
 @lru_cache(maxsize=256)

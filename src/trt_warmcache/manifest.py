@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import blake3
 import msgspec
 
+from trt_warmcache._fields import LARGEST_INT
 from trt_warmcache.errors import IntegrityError
 from trt_warmcache.keys import KEY_SCHEMA, Key, Kind, digest_of
 
@@ -246,7 +246,8 @@ def decode(data: bytes, *, kind: Kind, digest: str) -> Manifest:
     for blob in manifest.blobs:
         expected = -(-blob.size // CHUNK_BYTES) if blob.size > CHUNK_BYTES else 0
         hexes = (blob.hex, *blob.chunks)
-        if blob.size < 0 or not all(map(_HEX_DIGEST.fullmatch, hexes)) or len(blob.chunks) not in {0, expected}:
+        sizes = 0 <= blob.size <= LARGEST_INT and len(blob.chunks) in {0, expected}
+        if not sizes or not all(map(_HEX_DIGEST.fullmatch, hexes)):
             raise damaged(f"describes an impossible {blob.role!r} payload")
     return manifest
 
@@ -254,22 +255,23 @@ def decode(data: bytes, *, kind: Kind, digest: str) -> Manifest:
 _HEX_DIGEST = re.compile("[0-9a-f]{64}")
 
 
-#: Parts that were found to give a digest, by digest: the same manifest is read at every hit of a service. Copies, so
-#: that nobody who holds a manifest can change them.
-_PROVED: dict[tuple[Kind, str], Mapping[str, Any]] = {}
+#: Parts that were found to give a digest, by digest: the same manifest is read at every hit of a service. As JSON, for
+#: which True, 1 and 1.0 differ as they do in the key.
+_PROVED: dict[tuple[Kind, str], bytes] = {}
 
 
 def _gives(kind: Kind, parts: Mapping[str, Any], digest: str) -> bool:
-    if _PROVED.get((kind, digest)) == parts:
-        return True
     try:
+        text = msgspec.json.encode(parts)
+        if _PROVED.get((kind, digest)) == text:
+            return True
         proved = digest_of(kind, parts) == digest
-    except (ValueError, RecursionError):  # parts that no key can have
+    except (ValueError, OverflowError, RecursionError):  # parts that no key can have
         return False
     if proved:
         if len(_PROVED) >= 256:
             _PROVED.clear()
-        _PROVED[kind, digest] = copy.deepcopy(parts)
+        _PROVED[kind, digest] = text
     return proved
 
 

@@ -12,6 +12,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from trt_warmcache._fields import printable, user_path
 from trt_warmcache.errors import ConfigError, ModelError
 from trt_warmcache.memo import DigestMemo
 from trt_warmcache.onnx_graph import FileView, ModelSummary, TensorInfo, summarize, summary_from_json, summary_to_json
+from trt_warmcache.onnx_structure import structure
 
 __all__ = ["ModelSource", "ModelSummary", "TensorInfo", "file_digest"]
 
@@ -132,6 +134,27 @@ class ModelSource:
                 raise _changed(file.path) from error
             if not same:
                 raise _changed(file.path)
+
+    @cached_property
+    def graph_digest(self) -> str:
+        """``graph:`` and 64 hex digits over everything but the weights' values; see :mod:`trt_warmcache.onnx_structure`.
+
+        Models that differ in their weights only share it. Weights that cannot be exchanged in an engine count.
+        """
+        if self.local_path is not None:
+            with _readable(self.local_path), self.local_path.open("rb", buffering=0) as file:
+                status = os.fstat(file.fileno())
+                if self._graph.status is not None and _identity(status) != _identity(self._graph.status):
+                    raise _changed(str(self.local_path))
+                found = structure(FileView(file.fileno(), status.st_size))
+        else:
+            found = structure(self.read())
+        # Side files with anything but weights count as a whole.
+        sides = {
+            name: side for name, side in self._sides.items() if name in set(map(posixpath.normpath, found.locations))
+        }
+        graph = _File("", 0, found.digest)
+        return "graph:" + _combine(graph, sides).partition(":")[2]
 
     def stage(self, folder: Path) -> Path:
         """Put graph and side files into a folder of this machine, for parsers that cannot reach or spell theirs.

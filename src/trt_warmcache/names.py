@@ -5,31 +5,38 @@ from __future__ import annotations
 import re
 import unicodedata
 
-__all__ = ["MAX_NAME_BYTES", "readable_name", "size_text", "with_digest"]
+__all__ = ["MAX_NAME_BYTES", "readable_name", "safe_name", "size_text", "with_digest"]
 
 #: Longest file name, extension included; most file systems allow 255 bytes, some layers on top need a few.
 MAX_NAME_BYTES = 200
 
 #: Room kept for "-" + 12 hex digits + the longest extension.
-_RESERVED = 1 + 12 + len(".engine")
+_RESERVED = 1 + 12 + len(".runtime")
 
 _WINDOWS_DEVICES = re.compile(r"(con|prn|aux|nul|(com|lpt)[\d¹²³])(\..*)?", re.IGNORECASE)
 
 
 def readable_name(model_name: str, version: str, gpu_type: str, input_shape: str) -> str:
     """``{model_name}_{version}_{gpu_type}_{input_shape}``, cut so that an extension and a digest still fit."""
-    parts = [_safe(part) for part in (model_name, version, gpu_type, input_shape)]
-    room = MAX_NAME_BYTES - _RESERVED
-    while len((name := _portable("_".join(parts))).encode()) > room:
-        # Shorten the longest part, so that no part vanishes while another stays long.
-        longest = max(range(len(parts)), key=lambda i: len(parts[i].encode()))
-        parts[longest] = parts[longest][:-1]
-    return name
+    return _joined([_safe(part) for part in (model_name, version, gpu_type, input_shape)])
+
+
+def safe_name(name: str) -> str:
+    """A name that came from elsewhere, such as an entry's label, made as safe; one made here stays as it is."""
+    return _joined([_safe(name)])
 
 
 def with_digest(name: str, digest: str) -> str:
     """The name with the first 12 hex digits of a key appended, for where two would collide."""
     return f"{name}-{digest[:12]}"
+
+
+def _joined(parts: list[str]) -> str:
+    while len((name := _portable("_".join(parts))).encode()) > MAX_NAME_BYTES - _RESERVED:
+        # Shorten the longest part, so that no part vanishes while another stays long.
+        longest = max(range(len(parts)), key=lambda i: len(parts[i].encode()))
+        parts[longest] = parts[longest][:-1].rstrip("-.")
+    return name
 
 
 def _safe(text: str) -> str:

@@ -165,6 +165,8 @@ class OptionSpec:
         if self.since is not None:
             first = ".".join(map(str, self.since))
             last = f" to {'.'.join(map(str, self.until))}" if self.until else " and later"
+            if self.until == self.since:
+                last = " only"
             places.append(f"TensorRT {first}{last}")
         if self.rtx:
             places.append("TensorRT-RTX")
@@ -216,7 +218,7 @@ class BuildOptions:
     precision_constraints: PrecisionConstraints | Literal["obey", "prefer"] | None = _option(
         "How strictly `layer_precisions` bind.", until=(10, 16), rtx=False, instead=_FROM_MODEL
     )
-    layer_precisions: Any = _option(
+    layer_precisions: Mapping[str, str] | Sequence[tuple[str, str]] | None = _option(
         "Precision by layer-name pattern (shell wildcards): float32, float16, bfloat16 or int8; a mapping or a list of "
         "pairs. Later patterns win, so their order counts.",
         until=(10, 16),
@@ -553,7 +555,7 @@ _CHECKS: dict[str, checks.Check] = {
     "refittable_weights": checks.names,
     "preview_features": checks.mapping(checks.stable_name, checks.flag),
     "dla_core": checks.whole(0),
-    "runtime_platform": checks.text,
+    "runtime_platform": checks.lower_text,
     "build_route": checks.text,
     "timing": checks.choice(TimingMode),
     "timing_scope": checks.choice(TimingScope),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
@@ -11,7 +12,7 @@ from trt_warmcache import _checks as checks
 from trt_warmcache._fields import strict_fields, to_enum
 from trt_warmcache.errors import ConfigError
 
-__all__ = ["Cover", "Isolation", "OnMiss", "OnWait", "Policy", "StoreErrors", "Trust"]
+__all__ = ["Cover", "Isolation", "OnMiss", "OnSuspect", "OnWait", "Policy", "Rung", "StoreErrors", "Trust"]
 
 
 class OnMiss(str, Enum):
@@ -58,6 +59,27 @@ class OnWait(str, Enum):
     """Build it here as well: twice the work, never a wrong result."""
 
 
+class OnSuspect(str, Enum):
+    """What happens to a finished plan that is oddly large or small beside earlier builds of its model."""
+
+    REPORT = "report"
+    """It is stored with the suspicion in its manifest, and an event tells."""
+    REFUSE = "refuse"
+    """It is not stored, and the build fails."""
+
+
+class Rung(str, Enum):
+    """Stored plans that may serve although they were not built for exactly this GPU and version."""
+
+    SAME_COMPUTE_CAPABILITY = "same_compute_capability"
+    """Built for any GPU of the same compute capability."""
+    AMPERE_PLUS = "ampere_plus"
+    """Built for Ampere and newer; may cost speed."""
+    VERSION_COMPATIBLE = "version_compatible"
+    """Built by an earlier release of the same major version for later ones. Such plans bring host code along: name
+    this rung only where the store is trusted like code."""
+
+
 class Isolation(str, Enum):
     """In which process builds run."""
 
@@ -87,6 +109,8 @@ class Policy:
         wait_seconds: Longest wait for another process's build, in seconds.
         build_seconds: Longest build, in seconds; None sets no limit. In this process TensorRT can only be stopped at a
             step of its progress; a process of its own is ended at once.
+        ladder: Which stored plans may serve instead of the exact one; see :class:`Rung`. None by default.
+        on_suspect: See :class:`OnSuspect`.
         isolation: See :class:`Isolation`.
         build_memory_bytes: Most address space of a building process; None sets no limit. See
             :class:`~trt_warmcache.builders.ProcessLimits` on what CUDA needs.
@@ -111,6 +135,8 @@ class Policy:
     rehash: bool = False
     refresh: bool = False
     driver_in_key: bool = False
+    ladder: Sequence[Rung | Literal["same_compute_capability", "ampere_plus", "version_compatible"]] = ()
+    on_suspect: OnSuspect | Literal["report", "refuse"] = OnSuspect.REPORT
     isolation: Isolation | Literal["auto", "none", "process", "where_possible"] = Isolation.AUTO
     build_memory_bytes: int | None = None
 
@@ -122,6 +148,7 @@ class Policy:
             ("store_errors", StoreErrors),
             ("on_wait", OnWait),
             ("isolation", Isolation),
+            ("on_suspect", OnSuspect),
         ):
             object.__setattr__(self, field, to_enum(kind, getattr(self, field), f"Policy.{field}"))
         for field in ("slow_build_seconds", "wait_seconds", "build_seconds"):
@@ -129,6 +156,10 @@ class Policy:
         for field in ("rehash", "refresh", "driver_in_key"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"Policy.{field} must be True or False, not {getattr(self, field)!r}.")
+        if isinstance(self.ladder, str) or not isinstance(self.ladder, Iterable):
+            raise ConfigError(f"Policy.ladder must be a list of rungs, not {self.ladder!r}.")
+        chosen = {to_enum(Rung, rung, "Policy.ladder") for rung in self.ladder}
+        object.__setattr__(self, "ladder", tuple(rung for rung in Rung if rung in chosen))
         memory = self.build_memory_bytes
         if memory is not None:
             checks.whole(1)("Policy.build_memory_bytes", memory)
@@ -143,9 +174,10 @@ class Policy:
 
 
 def check_seconds(value: object, field: str, *, optional: bool) -> None:
-    """Refuse anything but a finite number of seconds, zero or more (or None where that is meaningful)."""
+    """Refuse anything but a number of seconds, zero or more, that a wait can last (or None where that is meaningful)."""
     if value is None and optional:
         return
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0:  # type: ignore[arg-type, operator]
-        raise ConfigError(f"{field} must be a number of seconds, zero or more, not {value!r}.")
+    # The operating system's clocks hold some hundred years; a wait beyond that would fail when it begins.
+    if not number or not 0 <= value <= threading.TIMEOUT_MAX:  # type: ignore[operator]
+        raise ConfigError(f"{field} must be a number of seconds from 0 to {threading.TIMEOUT_MAX:.0f}, not {value!r}.")

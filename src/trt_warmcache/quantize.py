@@ -142,6 +142,7 @@ def measure(
     make = _statistic_factory(calibration)
     statistics: dict[str, _Statistic] = {name: make() for name in tensors}
     done = samples = 0
+    total = calibration.expected_batches
     for done, batch in enumerate(calibration.feed(specs, expected=fingerprint), start=1):
         for name, values in zip(fetched, _run(session, fetched, batch, done), strict=True):
             statistics[name].add(values)
@@ -150,7 +151,7 @@ def measure(
         shape = next(iter(batch.values())).shape
         samples += shape[0] if shape else 1
         if progress is not None:
-            progress(done, calibration.batches)
+            progress(done, total)
     thresholds = {name: statistic.threshold() for name, statistic in statistics.items()}
     kept = {name: value / INT8_MAX for name, value in thresholds.items() if not math.isnan(value)}
     if len(kept) < len(thresholds):

@@ -40,6 +40,8 @@ class EngineRequest:
         configure: Called as ``configure(network, config)`` with TensorRT's own objects after everything else was set,
             for whatever the options do not offer. Its effect cannot be seen from outside, so a `recipe` must name it,
             and change with it.
+        probe: Called as ``probe(engine)`` with the finished, not yet stored :class:`~trt_warmcache.Engine`; an engine
+            for which it returns something false is refused. Its ``deserialize`` works there.
 
     Raises:
         ConfigError: An unknown field (naming the nearest), or a value that cannot be meant.
@@ -57,6 +59,7 @@ class EngineRequest:
     timeout: float | None = None
     target: Target | None = None
     configure: Callable[[Any, Any], Any] | None = None
+    probe: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -81,6 +84,8 @@ class EngineRequest:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or printable(value) != value):
                 raise ConfigError(f"{name} must be text that UTF-8 can hold, not {value!r}.")
+        if self.probe is not None and not callable(self.probe):
+            raise ConfigError(f"probe must be a function of an engine, not {self.probe!r}.")
         if self.configure is not None:
             if not callable(self.configure):
                 raise ConfigError(f"configure must be a function of network and config, not {self.configure!r}.")

@@ -53,10 +53,9 @@ def compute_capability(value: Any) -> str:
     Raises:
         ConfigError: Anything else.
     """
-    if isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(part, int) for part in value):
-        return f"{value[0]}.{value[1]}"
-    text = str(value).strip().lower()
-    match = re.fullmatch(r"(\d{1,2})\.(\d)", text) or re.fullmatch(r"(?:sm_?)?(\d{1,2})(\d)", text)
+    pair = isinstance(value, (tuple, list)) and len(value) == 2
+    text = ".".join(map(str, value)) if pair else str(value).strip().lower()
+    match = re.fullmatch(r"([0-9]{1,2})\.([0-9])", text) or re.fullmatch(r"(?:sm_?)?([0-9]{1,2})([0-9])", text)
     if not match or isinstance(value, bool):
         raise ConfigError(f"Cannot read compute capability {value!r}; write it like '8.9'.")
     return f"{int(match[1])}.{match[2]}"
@@ -102,12 +101,19 @@ class Target:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
+        for name in ("os", "arch", "gpu", "mig_profile", "uuid", "tensorrt", "cuda", "driver"):
+            value = getattr(self, name)
+            if value is None or (value == "" and name in {"os", "arch"}):
+                continue
+            if not isinstance(value, str) or not value.strip() or printable(value) != value:
+                raise ConfigError(f"Target.{name} must be non-empty text, not {value!r}.")
+            put(self, name, value.strip())
         put(self, "os", canonical_os(self.os or platform.system()))
         put(self, "arch", canonical_arch(self.arch or platform.machine()))
         if self.compute_capability is not None:
             put(self, "compute_capability", compute_capability(self.compute_capability))
         many = self.compute_capabilities
-        if isinstance(many, (str, int, float)) or not isinstance(many, Iterable):
+        if isinstance(many, (str, bytes, int, float)) or not isinstance(many, Iterable):
             many = (many,)
         normal = {compute_capability(one) for one in many}
         put(self, "compute_capabilities", tuple(sorted(normal, key=lambda cc: tuple(map(int, cc.split("."))))))
@@ -115,13 +121,9 @@ class Target:
             value = getattr(self, name)
             if value is not None and not (type(value) is int and 0 < value <= LARGEST_INT):
                 raise ConfigError(f"Target.{name} must be a positive whole number, not {value!r}.")
-        for name in ("gpu", "mig_profile", "uuid", "tensorrt", "cuda", "driver"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value.strip() or printable(value) != value):
-                raise ConfigError(f"Target.{name} must be non-empty text, not {value!r}.")
         for name in ("tensorrt", "cuda", "driver"):
             value = getattr(self, name)
-            if value is not None and not re.match(r"\d+(\.\d+)*", value):
+            if value is not None and not re.match("[0-9]", value):
                 raise ConfigError(f"Target.{name} must be a version such as '10.13.3', not {value!r}.")
 
     @classmethod

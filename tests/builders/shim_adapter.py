@@ -23,7 +23,7 @@ PROFILE = {"x": ("1x3x32x32", "1x3x64x64", "1x3x96x96")}
 class Adapter(TensorRTBuilder):
     """The classic adapter, but for the plans: those are TensorRT-RTX's own here."""
 
-    def check_plan(self, plan: memoryview) -> None:
+    def check_plan(self, plan: memoryview, *, older: bool = False) -> None:
         check_header(plan, flavour="tensorrt_rtx", version=(1, 7, 1))
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.builders.support import LineBuilder, build_inputs, seven_iterations
+from tests.builders.support import A10, LineBuilder, build_inputs, seven_iterations
 from tests.fakes._build import read_plan
 from tests.support import PROFILE, tiny_model
 
 import trt_warmcache as twc
-from trt_warmcache.builders import IsolatedBuilder, ProcessLimits, Progress, TensorRTRTXBuilder
+from trt_warmcache.builders import IsolatedBuilder, ProcessLimits, Progress, TensorRTRTXBuilder, isolated
 from trt_warmcache.events import EventKind
 from trt_warmcache.testing import FakeBuilder
 
@@ -226,6 +226,54 @@ def test_where_builds_run(tmp_path: Path, model: Path) -> None:
         strict.get(model, profiles=PROFILE, recipe="third")
     with pytest.raises(twc.ConfigError, match="isolation='none' has none"):
         twc.Policy(isolation="none", build_memory_bytes=1)
+
+
+def test_one_build_per_gpu_across_processes(tmp_path: Path) -> None:
+    """Two building processes take turns on one GPU: neither builds while the other does."""
+    spans: list[tuple[float, float]] = []
+
+    def build(width: int) -> None:
+        seen: list[float] = []
+        shape = f"1x{width}"
+        builder = IsolatedBuilder(LineBuilder("10.16", str(tmp_path / "locks"), seconds_per_layer=0.3))
+        builder.build(
+            build_inputs(
+                tiny_model(width=width),
+                profiles={"x": (shape, shape, shape)},
+                on_progress=lambda step: seen.append(time.monotonic()),
+            )
+        )
+        spans.append((seen[0], seen[-1]))
+
+    threads = [threading.Thread(target=build, args=(width,)) for width in (4, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    (_, first_end), (second_start, _) = sorted(spans)
+    assert second_start >= first_end
+
+
+@pytest.mark.parametrize("gpu", ["GPU-a10", "GPU-other"])
+def test_builds_for_another_gpu_go_to_a_process_that_sees_it(tmp_path: Path, gpu: str) -> None:
+    """A build in this process would run on its first GPU; an engine for another one is built where that is the first."""
+
+    class SecondGpu(LineBuilder):
+        def current_device(self) -> str:
+            return "GPU-a10"
+
+    builder = SecondGpu("10.16", str(tmp_path))
+    target = twc.Target(**{**A10.to_json(), "uuid": gpu})
+    chosen = isolated(builder, twc.Policy(), target=target, configure=None)
+    if gpu == "GPU-a10":
+        assert chosen is builder
+        return
+    assert isinstance(chosen, IsolatedBuilder)
+    assert chosen._environment()["CUDA_VISIBLE_DEVICES"] == gpu
+    with pytest.raises(twc.ConfigError, match="is for GPU GPU-other, and builds in this process run on GPU-a10"):
+        isolated(builder, twc.Policy(isolation="none"), target=target, configure=None)
+    with pytest.raises(twc.ConfigError, match="cannot travel"):
+        isolated(builder, twc.Policy(), target=target, configure=lambda network, config: None)
 
 
 def test_device_pin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

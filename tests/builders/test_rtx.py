@@ -186,3 +186,43 @@ def test_external_weights(tmp_path: Path) -> None:
     onnx.save_model(model, str(path), save_as_external_data=True, location="weights.bin", size_threshold=0)
     output = TensorRTRTXBuilder().build(build_inputs(path, profiles=FIXED, target=PORTABLE))
     assert output.plan.nbytes > 1000
+
+
+def test_loading_without_a_gpu_says_why() -> None:
+    """A good plan on a machine that cannot run it is the machine's fault; damage is the plan's."""
+    builder = TensorRTRTXBuilder()
+    plan = bytearray(build().plan)
+    with pytest.raises(twc.IncompatibleError) as refused:
+        builder.deserialize(memoryview(plan))
+    assert not refused.value.about_plan
+    with pytest.raises(twc.IntegrityError):
+        builder.deserialize(memoryview(b"\0" * 4096))
+
+
+@pytest.mark.parametrize(
+    ("bits", "error", "text"),
+    [
+        (0, None, ""),
+        (1, twc.IncompatibleError, "built by another version"),
+        (2 | 4, twc.IncompatibleError, "not among those it was built for; the CUDA driver is too old"),
+        (16, twc.IncompatibleError, "not enough GPU memory"),
+        (32, twc.IntegrityError, "malformed"),
+        (32 | 2, twc.IntegrityError, "malformed"),
+    ],
+)
+def test_validity_bits(bits: int, error: type[Exception] | None, text: str) -> None:
+    """What TensorRT-RTX says about a plan before it reads all of it; invalid without a reason means no GPU to judge by."""
+
+    class Runtime:
+        engine_header_size = 64
+
+        def get_engine_validity(self, header: bytes) -> tuple[str, int]:
+            assert len(header) == 64
+            return "INVALID", bits
+
+    check = TensorRTRTXBuilder()._check_runtime
+    if error is None:
+        check(None, Runtime(), memoryview(bytes(100)))
+    else:
+        with pytest.raises(error, match=text):
+            check(None, Runtime(), memoryview(bytes(100)))

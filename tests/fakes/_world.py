@@ -113,6 +113,9 @@ class World:
         self.fail_build = fail_build
         self.record = Record()
         self.registry = PluginRegistry()
+        # Faults that were seen in the field, switched on by tests.
+        self.forgotten_weights: set[str] = set()
+        self.refit_is_lost = False
         self.classes: dict[str, type] = {}
         self.enums: dict[str, type[PybindEnum]] = {}
         self._lock = threading.Lock()

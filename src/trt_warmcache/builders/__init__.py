@@ -9,8 +9,10 @@ from trt_warmcache.builders._base import (
     CalibrationRun,
     EngineBuilder,
     Flavour,
+    LoadNeeds,
     Progress,
 )
+from trt_warmcache.builders._config import expected_config
 from trt_warmcache.builders._process import IsolatedBuilder, ProcessLimits, isolated
 from trt_warmcache.builders._select import select_builder
 from trt_warmcache.builders._tensorrt import TensorRTBuilder
@@ -25,11 +27,13 @@ __all__ = [
     "EngineBuilder",
     "Flavour",
     "IsolatedBuilder",
+    "LoadNeeds",
     "ProcessLimits",
     "Progress",
     "TensorRTBuilder",
     "TensorRTRTXBuilder",
     "TimingEntry",
+    "expected_config",
     "isolated",
     "select_builder",
 ]

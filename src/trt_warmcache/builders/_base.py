@@ -25,6 +25,7 @@ __all__ = [
     "CalibrationRun",
     "EngineBuilder",
     "Flavour",
+    "LoadNeeds",
     "Progress",
 ]
 
@@ -137,6 +138,24 @@ class BuildInputs:
 
 
 @dataclass(frozen=True)
+class LoadNeeds:
+    """What a plan needs besides its bytes to become an engine.
+
+    Attributes:
+        plugins: Plugin libraries to load first.
+        creators: Plugins that must be registered then, as ``namespace::name:version``.
+        host_code: Let a version-compatible plan bring host code along, and accept an older plan. Only for plans from
+            stores that are trusted like code.
+        weights: The model whose weights a stripped plan gets.
+    """
+
+    plugins: tuple[Path, ...] = ()
+    creators: tuple[str, ...] = ()
+    host_code: bool = False
+    weights: ModelSource | None = None
+
+
+@dataclass(frozen=True)
 class BuildOutput:
     """What a build gives.
 
@@ -199,16 +218,24 @@ class EngineBuilder(Protocol):
             BuildError: TensorRT gave no plan.
         """
 
-    def check_plan(self, plan: memoryview) -> None:
+    def check_plan(self, plan: memoryview, *, older: bool = False) -> None:
         """Look at a plan's header, no more; cheap enough for every hit.
+
+        Args:
+            plan: All of it.
+            older: A plan of an earlier version will do; only asked for version-compatible plans.
 
         Raises:
             IntegrityError: Not a plan, or not all of it.
             IncompatibleError: A plan of another version.
         """
 
-    def deserialize(self, plan: memoryview) -> Any:
+    def deserialize(self, plan: memoryview, needs: LoadNeeds | None = None) -> Any:
         """An ``ICudaEngine`` from a plan.
+
+        Args:
+            plan: All of it.
+            needs: What it needs besides; None for nothing.
 
         Raises:
             IncompatibleError: This machine cannot run it.

@@ -17,11 +17,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trt_warmcache.builders._base import BuilderCapabilities, BuildInputs, BuildOutput, Progress
+from trt_warmcache.builders._base import BuilderCapabilities, BuildInputs, BuildOutput, LoadNeeds, Progress
 from trt_warmcache.builders._config import Setup, apply_options, effective_config, network_flags
 from trt_warmcache.builders._library import LIBRARIES, find_library, loaded_library, module_available, version_of
 from trt_warmcache.builders._plan import check_header
-from trt_warmcache.builders._plugins import PluginLoader
+from trt_warmcache.builders._plugins import PluginLoader, creators
+from trt_warmcache.builders._refit import check_refitted, refit
 from trt_warmcache.errors import BuildError, ConfigError, IncompatibleError, IntegrityError, ModelError
 from trt_warmcache.memo import DigestMemo
 from trt_warmcache.options import BuildOptions
@@ -170,8 +171,8 @@ class NvInferBuilder:
                 f"The target asks for {self.flavour} {target.tensorrt}; {self.version()} is loaded here. Build on a machine that has it, or leave Target.tensorrt out."
             )
 
-    def check_plan(self, plan: memoryview) -> None:
-        check_header(plan, flavour=self.flavour, version=self._numbers)
+    def check_plan(self, plan: memoryview, *, older: bool = False) -> None:
+        check_header(plan, flavour=self.flavour, version=self._numbers, older=older)
 
     # ---- building ---------------------------------------------------------------------------------------------
 
@@ -342,16 +343,21 @@ class NvInferBuilder:
 
     # ---- running ----------------------------------------------------------------------------------------------
 
-    def deserialize(self, plan: memoryview) -> Any:
-        self.check_plan(plan)
+    def deserialize(self, plan: memoryview, needs: LoadNeeds | None = None) -> Any:
+        needs = needs or LoadNeeds()
+        self.check_plan(plan, older=needs.host_code)
         trt = self._trt()
         messages = TrtLog()
+        logger = make_logger(trt, messages)
         try:
-            runtime = trt.Runtime(make_logger(trt, messages))
+            runtime = trt.Runtime(logger)
         except TypeError as error:
             raise IncompatibleError(
                 f"{self.flavour} cannot start here: " + messages.reason("is there an NVIDIA GPU and driver?")
             ) from error
+        if needs.host_code:
+            runtime.engine_host_code_allowed = True
+        self._require_plugins(trt, logger, runtime, needs)
         self._check_runtime(trt, runtime, plan)
         engine = runtime.deserialize_cuda_engine(plan)
         if engine is None:
@@ -359,7 +365,23 @@ class NvInferBuilder:
             raise IncompatibleError(
                 f"{self.flavour} {self.version()} cannot load this plan here: {reason}", about_plan=_blames_plan(reason)
             )
+        if needs.weights is not None:
+            refit(trt, engine, logger, needs.weights, messages.reason)
+            check_refitted(engine, plan.nbytes)
         return engine
+
+    def _require_plugins(self, trt: Any, logger: Any, runtime: Any, needs: LoadNeeds) -> None:
+        """Load libraries and make sure that what the plan names is registered; TensorRT itself only says "null"."""
+        if not needs.plugins and not needs.creators:
+            return
+        trt.init_libnvinfer_plugins(logger, "")
+        registry = runtime.get_plugin_registry()
+        self._plugins.load(registry, needs.plugins)
+        missing = sorted(set(needs.creators) - set(creators(registry)))
+        if missing:
+            raise IncompatibleError(
+                f"This engine needs plugins that are not registered here: {', '.join(missing)}. Pass their libraries in the request: plugins=[...]."
+            )
 
     def _check_runtime(self, trt: Any, runtime: Any, plan: memoryview) -> None:
         """What can be asked about a plan before TensorRT reads all of it."""

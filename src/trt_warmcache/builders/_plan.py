@@ -60,8 +60,14 @@ def read_header(plan: memoryview) -> PlanHeader | None:
     return PlanHeader("tensorrt_rtx", version, size, mask)
 
 
-def check_header(plan: memoryview, *, flavour: str, version: tuple[int, ...]) -> None:
+def check_header(plan: memoryview, *, flavour: str, version: tuple[int, ...], older: bool = False) -> None:
     """Refuse bytes that cannot be a plan of this flavour and version.
+
+    Args:
+        plan: All of it.
+        flavour: ``"tensorrt"`` or ``"tensorrt_rtx"``.
+        version: Version of the library that will load it.
+        older: A plan of an earlier release of the same major version will do.
 
     Raises:
         IntegrityError: Too short, or another size than the header says.
@@ -80,6 +86,8 @@ def check_header(plan: memoryview, *, flavour: str, version: tuple[int, ...]) ->
         )
     if header.size is not None and header.size != plan.nbytes:
         raise IntegrityError(f"The plan's header says {header.size} bytes, there are {plan.nbytes}.", reason="header")
+    if older and header.version[0] == version[0] and header.version <= tuple(version[:3]):
+        return
     if header.version != tuple(version[:3]):
         built, here = (".".join(map(str, parts)) for parts in (header.version, version[:3]))
         raise IncompatibleError(

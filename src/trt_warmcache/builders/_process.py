@@ -24,7 +24,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trt_warmcache import errors
-from trt_warmcache.builders._base import BuilderCapabilities, BuildInputs, BuildOutput, EngineBuilder, Progress
+from trt_warmcache.builders._base import (
+    BuilderCapabilities,
+    BuildInputs,
+    BuildOutput,
+    EngineBuilder,
+    LoadNeeds,
+    Progress,
+)
 from trt_warmcache.errors import BuildError, ConfigError, WarmCacheError
 from trt_warmcache.options import BuildOptions
 from trt_warmcache.policy import Isolation, Policy
@@ -93,13 +100,13 @@ class IsolatedBuilder:
         """Refuse what the inner builder cannot do."""
         self.inner.check(options, target)
 
-    def check_plan(self, plan: memoryview) -> None:
+    def check_plan(self, plan: memoryview, *, older: bool = False) -> None:
         """Look at a plan's header."""
-        self.inner.check_plan(plan)
+        self.inner.check_plan(plan, older=older)
 
-    def deserialize(self, plan: memoryview) -> Any:
+    def deserialize(self, plan: memoryview, needs: LoadNeeds | None = None) -> Any:
         """Load a plan into this process."""
-        return self.inner.deserialize(plan)
+        return self.inner.deserialize(plan, needs)
 
     def merge_timing(self, newer: bytes, older: bytes) -> bytes:
         """The union of two timing caches, made in this process."""
@@ -159,8 +166,13 @@ class IsolatedBuilder:
             path = model.stage(staged)
         for name in ("timing", "calibration"):
             data = getattr(inputs, name)
-            if data is not None:
-                (folder / name).write_bytes(data)
+            if data is None:
+                continue
+            if not isinstance(data, bytes):
+                raise ConfigError(
+                    "Calibration data stays in this process; only a finished table can travel to another."
+                )
+            (folder / name).write_bytes(data)
         return {
             "builder": self._spec,
             "model": str(path),
@@ -237,9 +249,7 @@ class IsolatedBuilder:
         return f"The building process crashed ({name}); this process is unharmed."
 
 
-def isolated(
-    builder: EngineBuilder, policy: Policy, *, target: Target, configure: Any, detached: bool = False
-) -> EngineBuilder:
+def isolated(builder: EngineBuilder, policy: Policy, *, target: Target, configure: Any) -> EngineBuilder:
     """The builder as a policy wants it run.
 
     Args:
@@ -247,18 +257,25 @@ def isolated(
         policy: Says where builds run and what they may use.
         target: Its GPU is the only one that a process of its own sees.
         configure: The request's hook, which has to travel too.
-        detached: Nobody waits for the build in this thread.
 
     Raises:
-        ConfigError: The policy asks for a process of its own, and the builder or the hook cannot travel.
+        ConfigError: The policy asks for a process of its own, or the target's GPU is not the one that this process
+            builds on, and the builder or the hook cannot travel.
     """
-    if detached:
-        policy = policy.detached()
     how = policy.isolation
+    here = _building_device(builder)
+    elsewhere = here is not None and target.uuid is not None and here != target.uuid
+    if how is Isolation.NONE:
+        if elsewhere:
+            raise ConfigError(
+                f"The engine is for GPU {target.uuid}, and builds in this process run on {here}. Leave isolation='none' out, or select the GPU with CUDA_VISIBLE_DEVICES."
+            )
+        return builder
     limited = policy.build_memory_bytes is not None or (
         policy.build_seconds is not None and not builder.capabilities.progress
     )
-    if how is Isolation.NONE or (how is Isolation.AUTO and not limited):
+    needed = limited or elsewhere
+    if how is Isolation.AUTO and not needed:
         return builder
     device = target.uuid if builder.capabilities.needs_gpu else None
     try:
@@ -266,9 +283,16 @@ def isolated(
             callable_name(configure)
         return IsolatedBuilder(builder, ProcessLimits(policy.build_memory_bytes, device))
     except ConfigError:
-        if how is Isolation.WHERE_POSSIBLE and policy.build_memory_bytes is None:
+        if how is Isolation.WHERE_POSSIBLE and not needed:
             return builder
         raise
+
+
+def _building_device(builder: EngineBuilder) -> str | None:
+    """UUID of the GPU that a build in this process would use, where the builder can tell."""
+    ask = getattr(builder, "current_device", None)
+    uuid: str | None = None if ask is None else ask()
+    return uuid
 
 
 _MAIN = "from trt_warmcache.builders._worker import main; main()"

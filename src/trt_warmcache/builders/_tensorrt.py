@@ -260,6 +260,11 @@ class TensorRTBuilder(NvInferBuilder):
             raise BuildError(f"This timing cache cannot be read here: {why}", log=tuple(messages.tail))
         return cache
 
+    def current_device(self) -> str | None:
+        """UUID of the GPU that builds in this process run on, or None where nobody can tell."""
+        uuid = self._built_for().get("uuid")
+        return uuid if isinstance(uuid, str) else None
+
     def _built_for(self) -> Mapping[str, Any]:
         """The GPU that built it, asked from NVML where that is installed; nothing is assumed otherwise."""
         if self._module is not None:

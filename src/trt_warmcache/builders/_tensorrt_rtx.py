@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from trt_warmcache.builders._base import BuilderCapabilities
+from trt_warmcache.builders._base import BuilderCapabilities, BuildInputs, BuildOutput
 from trt_warmcache.builders._config import Setup
 from trt_warmcache.builders._nvinfer import NvInferBuilder
-from trt_warmcache.errors import ConfigError, IncompatibleError, IntegrityError
+from trt_warmcache.builders._plan import read_header
+from trt_warmcache.errors import BuildError, ConfigError, IncompatibleError, IntegrityError
 from trt_warmcache.options import BuildOptions
 from trt_warmcache.target import Target
 
@@ -59,6 +60,15 @@ class TensorRTRTXBuilder(NvInferBuilder):
                 setup.member("ComputeCapability", _member_name(capability)), index
             ):
                 raise ConfigError(f"TensorRT-RTX refused compute capability {capability}.")
+
+    def _add_extras(self, output: BuildOutput, extras: Any, inputs: BuildInputs) -> BuildOutput:
+        header = read_header(memoryview(output.plan))
+        wanted = inputs.target.compute_capabilities
+        if header is not None and wanted and header.compute_capabilities != wanted:
+            raise BuildError(
+                f"The plan was asked for compute capabilities {', '.join(wanted)} and says that it serves {', '.join(header.compute_capabilities) or 'none'}."
+            )
+        return output
 
     def _check_runtime(self, trt: Any, runtime: Any, plan: memoryview) -> None:
         _, diagnostics = runtime.get_engine_validity(bytes(plan[: max(64, runtime.engine_header_size)]))

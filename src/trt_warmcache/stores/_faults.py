@@ -7,7 +7,6 @@ and status of the service are somewhere in the chain of causes, so that is where
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import re
 from collections.abc import Iterator
@@ -263,7 +262,8 @@ def _by_class(links: list[BaseException]) -> Fault | None:
             return Fault.MISSING
         if isinstance(link, PermissionError):
             return Fault.DENIED
-        if isinstance(link, (TimeoutError, asyncio.TimeoutError)):
+        # By name too: before Python 3.11 asyncio has a class of its own, and importing asyncio takes longer than a hit.
+        if isinstance(link, TimeoutError) or type(link).__name__ == "TimeoutError":
             return Fault.TIMEOUT
         for base in type(link).__mro__:
             if base.__name__ in _BY_CLASS:

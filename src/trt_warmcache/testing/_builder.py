@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trt_warmcache.builders import BuilderCapabilities, BuildInputs, BuildOutput, Progress
+from trt_warmcache.builders import BuilderCapabilities, BuildInputs, BuildOutput, LoadNeeds, Progress
 from trt_warmcache.errors import BuildError
 from trt_warmcache.options import BuildOptions
 from trt_warmcache.target import Target
@@ -107,10 +107,10 @@ class FakeBuilder:
         plain = ("flavour", "library", "seconds", "steps", "size", "crash")
         return {"factory": "trt_warmcache.testing:FakeBuilder", "arguments": {n: getattr(self, n) for n in plain}}
 
-    def check_plan(self, plan: memoryview) -> None:
+    def check_plan(self, plan: memoryview, *, older: bool = False) -> None:
         """Accepts everything; digests guard the tests."""
 
-    def deserialize(self, plan: memoryview) -> Any:
+    def deserialize(self, plan: memoryview, needs: LoadNeeds | None = None) -> Any:
         """The plan's text as a dictionary, or what `loader` makes of it."""
         if self.loader is not None:
             return self.loader(plan)

@@ -1,0 +1,140 @@
+"""What importing the package costs, and that its public face is consistent."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import pickle
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import trt_warmcache as twc
+
+if TYPE_CHECKING:
+    from tests.conftest import RunPython
+
+IMPORT = """
+import json, os, sys
+opened, environment = [], []
+for name in ("warnings", "encodings.idna"):
+    __import__(name)
+
+def audit(event, args):
+    if event == "open":
+        opened.append(str(args[0]))
+    elif event in {"socket.connect", "subprocess.Popen", "os.mkdir", "ctypes.dlopen"}:
+        opened.append(event)
+
+class Spy(dict):
+    def __getitem__(self, name):
+        environment.append(name)
+        return super().__getitem__(name)
+    def get(self, name, default=None):
+        environment.append(name)
+        return super().get(name, default)
+
+os.environ = Spy(os.environ)
+before = set(sys.modules)
+sys.addaudithook(audit)
+import trt_warmcache
+loaded = sorted(set(sys.modules) - before)
+loaded = [name for name in loaded if name.partition(".")[0] not in sys.stdlib_module_names]
+print(json.dumps({"loaded": loaded, "opened": list(opened), "environment": list(environment)}))
+"""
+
+
+def test_import_is_quiet(run_python: RunPython) -> None:
+    """Rule 17: importing opens nothing but its own code, reads no environment, and loads nothing heavy."""
+    seen = json.loads(run_python(IMPORT))
+    assert [name for name in seen["loaded"] if not name.startswith("trt_warmcache")] == []
+    assert [name for name in seen["opened"] if not name.endswith((".py", ".pyc"))] == []
+    assert seen["environment"] == []
+
+
+HEAVY = """
+import sys
+import trt_warmcache as twc
+for name in twc.__all__:
+    getattr(twc, name)
+import trt_warmcache.manager
+heavy = {"numpy", "onnx", "tensorrt", "tensorrt_rtx", "tensorrt_bindings", "rich", "click", "pynvml", "onnxruntime",
+         "google", "s3fs", "gcsfs", "adlfs", "aiohttp", "obstore", "cryptography", "asyncio"}
+print(sorted(name for name in sys.modules if name.partition(".")[0] in heavy))
+"""
+
+
+def test_every_public_name_is_light(run_python: RunPython) -> None:
+    """Using every public name still loads no TensorRT, onnx, numpy, or client of any cloud."""
+    assert run_python(HEAVY).strip() == "[]"
+
+
+def test_lazy_names_agree() -> None:
+    """What type checkers see, what is imported on first use, and what is declared public are the same names."""
+    tree = ast.parse(Path(inspect.getfile(twc)).read_text(encoding="utf-8"))
+    (guarded,) = [node for node in tree.body if isinstance(node, ast.If)]
+    declared = {
+        alias.name: node.module for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert declared == twc._HOME
+    assert set(twc.__all__) == set(declared) | {"__version__"}
+    assert sorted(twc.__all__) == sorted(set(twc.__all__))
+    assert dir(twc) == sorted(twc.__all__)
+    for name, home in twc._HOME.items():
+        module = importlib.import_module(home)
+        assert getattr(twc, name) is getattr(module, name)
+        assert name in module.__all__
+
+
+def test_unknown_name() -> None:
+    """A name that does not exist is the usual AttributeError."""
+    assert not hasattr(twc, "EngineManger")
+
+
+def test_public_names_are_documented() -> None:
+    """Every public class, function and method says what it does."""
+    missing = []
+    for name in twc.__all__:
+        value = getattr(twc, name)
+        if not inspect.isclass(value) and not inspect.isfunction(value):
+            continue
+        if not inspect.getdoc(value):
+            missing.append(name)
+        if inspect.isclass(value):
+            missing += [
+                f"{name}.{member}"
+                for member, item in vars(value).items()
+                if not member.startswith("_")
+                and (inspect.isfunction(item) or isinstance(item, (property, classmethod)))
+                and getattr(item, "__name__", member) == member  # not a function that is a field's default
+                and not inspect.getdoc(getattr(value, member))
+            ]
+    assert missing == []
+
+
+def test_every_module_says_what_it_exports() -> None:
+    """Every module has a docstring and an ``__all__`` of names that exist."""
+    package = Path(inspect.getfile(twc)).parent
+    for path in package.rglob("*.py"):
+        if path.name in {"__main__.py", "_version.py"}:
+            continue
+        name = ".".join(("trt_warmcache", *path.relative_to(package).with_suffix("").parts)).removesuffix(".__init__")
+        module = importlib.import_module(name)
+        assert module.__doc__, name
+        assert [public for public in getattr(module, "__all__", [None]) if not hasattr(module, str(public))] == [], name
+
+
+def test_values_travel() -> None:
+    """Requests and what they are made of survive the trip to a worker process."""
+    request = twc.EngineRequest(
+        "m.onnx",
+        profiles={"x": ("1x3", "2x3", "4x3")},
+        options=twc.BuildOptions(fp16=True, memory_pools={"workspace": 1 << 30}),
+        policy=twc.Policy(cover="wider"),
+        target=twc.Target(gpu="L4", compute_capability="8.9"),
+        name="面",
+    )
+    again = pickle.loads(pickle.dumps(request))
+    assert again == request
+    assert hash(again) == hash(request)
