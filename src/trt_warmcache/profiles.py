@@ -185,8 +185,6 @@ def validate_profiles(profiles: tuple[ShapeProfile, ...], summary: ModelSummary)
                 )
         for name, limits in profile.shapes.items():
             _check_dims(name, limits, inputs[name].dims, where)
-        for name, limits in profile.values.items():
-            _check_values(name, limits, inputs[name].dims, where)
         _check_symbols(profile, inputs, where)
         missing = [name for name in dynamic if name not in profile.shapes]
         if missing:
@@ -195,6 +193,8 @@ def validate_profiles(profiles: tuple[ShapeProfile, ...], summary: ModelSummary)
                 + "; ".join(str(inputs[name]) for name in missing)
                 + ". Every profile must give (min, opt, max) for each."
             )
+        for name, limits in profile.values.items():
+            _check_values(name, limits, inputs[name].dims, where)
         kept = {name: limits for name, limits in profile.shapes.items() if name in dynamic}
         if kept or profile.values:
             reduced.append(ShapeProfile(kept, profile.values))
