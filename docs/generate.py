@@ -299,7 +299,8 @@ def options_page() -> Iterator[str]:
         if spec.since is None:
             classic = "no"
         else:
-            classic = "{}.{}".format(*spec.since) + (" to {}.{}".format(*spec.until) if spec.until else " and later")
+            last = " to {}.{}".format(*spec.until) if spec.until else " and later"
+            classic = "{}.{}".format(*spec.since) + (" only" if spec.until == spec.since else last)
         yes = {True: "yes", False: "no"}
         yield f"| `{spec.name}` | {paragraph(spec.doc)} | {classic} | {yes[spec.rtx]} | {yes[spec.affects_plan]} |\n"
     yield "\n## Where an option does not exist\n\n"
