@@ -65,7 +65,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typing(session: nox.Session) -> None:
     """Check types, strictly, over source, tests and benchmarks."""
-    session.install("-e", ".", *nox.project.dependency_groups(PYPROJECT, "typing", "test"))
+    session.install("-e", ".[remote,sign,zstd]", *nox.project.dependency_groups(PYPROJECT, "typing", "test"))
     session.run("mypy")
 
 

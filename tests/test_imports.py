@@ -70,10 +70,35 @@ def test_every_public_name_is_light(run_python: RunPython) -> None:
     assert run_python(HEAVY).strip() == "[]"
 
 
+EVERY_MODULE = """
+import importlib, json, pathlib, sys
+absent = ("numpy", "onnx", "onnxruntime", "tensorrt", "tensorrt_rtx", "tensorrt_bindings", "pynvml", "cryptography",
+          "zstandard", "obstore", "s3fs", "gcsfs", "adlfs", "matplotlib", "torch", "pytest")
+for name in absent:
+    sys.modules[name] = None
+import trt_warmcache
+folder = pathlib.Path(trt_warmcache.__file__).parent
+for path in sorted(folder.rglob("*.py")):
+    name = ".".join((folder.name, *path.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__")
+    if not name.endswith(("__main__", "testing._stores")):  # tests for pytest
+        importlib.import_module(name)
+        print(name)
+"""
+
+
+def test_every_module_without_extras(run_python: RunPython) -> None:
+    """Each module can be imported where none of the optional packages is installed."""
+    imported = run_python(EVERY_MODULE).split()
+    assert {"trt_warmcache.manager", "trt_warmcache.quantize", "trt_warmcache.cli", "trt_warmcache.testing"} <= set(
+        imported
+    )
+    assert len(imported) > 60
+
+
 def test_lazy_names_agree() -> None:
     """What type checkers see, what is imported on first use, and what is declared public are the same names."""
     tree = ast.parse(Path(inspect.getfile(twc)).read_text(encoding="utf-8"))
-    (guarded,) = [node for node in tree.body if isinstance(node, ast.If)]
+    guarded = next(node for node in tree.body if isinstance(node, ast.If))
     declared = {
         alias.name: node.module for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }

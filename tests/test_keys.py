@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.vectors import from_vector
+from tests.vectors import complete, from_vector
 
 from trt_warmcache.errors import ConfigError
 from trt_warmcache.keys import (
@@ -79,6 +79,18 @@ def test_golden_vectors(path: Path) -> None:
     assert dict(found.parts) == vector["parts"]
     assert found.digest == vector["digest"]
     assert found.kind.value == vector["kind"]
+
+
+def test_vectors_change_with_the_schema_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rewrites the vectors refuses to change a digest, unless KEY_SCHEMA changed as well."""
+    vector = json.loads(VECTORS[0].read_text(encoding="utf-8"))
+    assert complete(vector) == vector
+    assert complete({"kind": vector["kind"], "request": vector["request"]})["digest"] == vector["digest"]
+    with pytest.raises(ValueError, match="change KEY_SCHEMA"):
+        complete({**vector, "digest": "0" * 64})
+    for module in ("trt_warmcache.keys", "tests.vectors"):
+        monkeypatch.setattr(f"{module}.KEY_SCHEMA", KEY_SCHEMA + 1)
+    assert complete(vector)["digest"] != vector["digest"]
 
 
 def test_there_are_golden_vectors() -> None:

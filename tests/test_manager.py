@@ -548,14 +548,14 @@ def test_older_key_schema_is_a_clean_miss(root: Path, model: Path, monkeypatch: 
         manager.get(model, profiles=PROFILE)
     monkeypatch.setattr("trt_warmcache.keys.KEY_SCHEMA", 2)
     monkeypatch.setattr("trt_warmcache.manifest.KEY_SCHEMA", 2)
-    from trt_warmcache.manager import _derive
+    from trt_warmcache.call import derive
 
-    _derive.cache_clear()
+    derive.cache_clear()
     with make(root) as manager:
         assert manager.lookup(model, profiles=PROFILE) is None
         assert not manager.explain(model, profiles=PROFILE).hit
         assert manager.get(model, profiles=PROFILE).outcome is twc.Outcome.BUILT
-    _derive.cache_clear()
+    derive.cache_clear()
 
 
 def test_no_unpickling_anywhere() -> None:

@@ -94,6 +94,14 @@ def test_two_edits_within_one_tick(file: Path, folder: Path) -> None:
         assert (recall(memo, file) is not None) is trusted, distance
 
 
+def test_recent_change_under_an_old_mtime(file: Path, folder: Path) -> None:
+    """Case 126: a file changed just now is not trusted, however old its mtime was made to look."""
+    os.utime(file, (10**9, 10**9))
+    changed = file.stat().st_ctime_ns
+    assert not remember(DigestMemo(folder, clock=Clock(changed + 1_000_000)), file)
+    assert remember(DigestMemo(folder, clock=Clock(changed + HOUR)), file)
+
+
 def test_real_clock_never_gives_stale_values(file: Path, folder: Path) -> None:
     """Case 126: writers that change the file as fast as they can are always seen, with the real clock."""
     memo = DigestMemo(folder)

@@ -325,3 +325,21 @@ def test_cover_size_prefers_the_tighter() -> None:
     tight, wide = normalize_profiles({"x": "1x3:2x3:4x3"}), normalize_profiles({"x": "1x3:2x3:8x3"})
     assert cover_size(tight) < cover_size(wide)
     assert cover_size(normalize_profiles({"x": "2x3:2x3:4x3"})) < cover_size(tight)
+
+
+def test_shape_tensor_values_fit_the_input() -> None:
+    """The values given for a shape tensor are as many as it holds, and an input of more dimensions is none."""
+    from trt_warmcache.onnx_graph import ModelSummary, TensorInfo
+
+    def summary(dims: tuple[int, ...]) -> ModelSummary:
+        tensor = TensorInfo("s", 7, "int64", dims)
+        return ModelSummary((tensor,), (), (), 8, 17, "", "", 1)
+
+    profile = ShapeProfile({}, values={"s": ((1, 1), (2, 2), (4, 4))})
+    assert validate_profiles((profile,), summary((2,))) == (profile,)
+    with pytest.raises(ConfigError, match=r"'s' holds 3 value\(s\), the profile gives 2"):
+        validate_profiles((profile,), summary((3,)))
+    with pytest.raises(ConfigError, match=r"holds 1 value\(s\)"):
+        validate_profiles((profile,), summary(()))
+    with pytest.raises(ConfigError, match="no shape tensor"):
+        validate_profiles((profile,), summary((2, 2)))

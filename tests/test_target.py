@@ -127,6 +127,30 @@ def test_mistakes(fields: dict[str, Any], word: str) -> None:
         Target(**fields)
 
 
+@pytest.mark.parametrize("value", ["8.\u0669", (-1, 5), (8, 90), (8, True), b"89", -89, 1e9])
+def test_numbers_that_only_look_right(value: Any) -> None:
+    """Digits of other scripts, and numbers that no capability has, do not slip through."""
+    with pytest.raises(ConfigError, match="compute capability"):
+        Target(compute_capability=value)
+    with pytest.raises(ConfigError, match="compute capability"):
+        Target(compute_capabilities=[value])
+
+
+@pytest.mark.parametrize("value", ["  ", 3, b"linux", ["linux"], "\udcff"])
+@pytest.mark.parametrize("field", ["os", "arch", "gpu", "mig_profile", "uuid", "tensorrt", "cuda", "driver"])
+def test_texts(field: str, value: Any) -> None:
+    """Every textual fact is text with something in it, the platform's included."""
+    with pytest.raises(ConfigError, match=rf"^Target\.{field} must be non-empty text"):
+        Target(**{field: value})
+
+
+def test_blanks_around_texts() -> None:
+    """Blanks around a fact, as tools print them, do not make another GPU."""
+    assert Target(gpu=" NVIDIA L4\n", driver="570.1 ", os=" linux") == Target(
+        gpu="NVIDIA L4", driver="570.1", os="linux"
+    )
+
+
 def test_unknown_fields() -> None:
     """A misspelt field names the nearest."""
     with pytest.raises(UnknownFieldError, match="did you mean 'compute_capability'") as caught:
@@ -336,6 +360,18 @@ def test_nvml_troubles() -> None:
         with pytest.raises(ConfigError, match=words):
             query(0, UUIDS, nvml)
         assert nvml.running == 0
+
+
+def test_memory_that_nvml_does_not_tell() -> None:
+    """GPUs that share the host's memory do not say how much they have; everything else is found all the same."""
+
+    class Shared(FakeNvml):
+        def nvmlDeviceGetMemoryInfo(self, handle: SimpleNamespace) -> Any:
+            raise NVMLError("Not Supported")
+
+    facts = query(1, UUIDS, Shared(CARDS))
+    assert (facts["gpu"], facts["memory_bytes"]) == ("NVIDIA Card 1", None)
+    assert Target(**facts).compute_capability == "8.9"
 
 
 def test_nvml_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections import Counter
@@ -71,7 +72,8 @@ def write_whole(target: Path, data: Any) -> Path:
     except OSError as error:
         raise _cannot_write(error, target) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
     return target
 
 

@@ -90,5 +90,6 @@ def _versionless(parts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in parts.items() if name not in leave_out}
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part.isdigit())
+def _numbers(version: Any) -> tuple[int, ...]:
+    # An entry by another key recipe may hold anything there.
+    return tuple(int(part) for part in str(version).split(".") if part.isdecimal())

@@ -11,32 +11,27 @@ get: resolve ─► look ──────────────────�
 from __future__ import annotations
 
 import os
-import platform
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import replace
 from typing import Any, Literal
 
 from trt_warmcache import manifest as manifests
-from trt_warmcache._version import __version__
+from trt_warmcache.build import BuildStage
 from trt_warmcache.builders import (
     BuildInputs,
-    BuildOutput,
     CalibrationRun,
     EngineBuilder,
     LoadNeeds,
-    Progress,
-    isolated,
     select_builder,
 )
-from trt_warmcache.calibration import CalibrationTables, Limits, StoredTable, bytes_for_builder, quantized, route
-from trt_warmcache.calibration_data import Calibration, QdqOptions
+from trt_warmcache.calibration import CalibrationTables, Limits, StoredTable, route
+from trt_warmcache.calibration_data import Calibration
 from trt_warmcache.calibration_table import CalibrationTable
+from trt_warmcache.call import Call, derive, shares_graph
 from trt_warmcache.churn import ChurnWatch
 from trt_warmcache.engine import Engine, Outcome
 from trt_warmcache.errors import (
@@ -51,19 +46,19 @@ from trt_warmcache.errors import (
 )
 from trt_warmcache.events import EventKind, Events, Hook
 from trt_warmcache.explain import Explanation, explain, stored_manifests
-from trt_warmcache.judge import History, drift, fingerprint, told_apart
-from trt_warmcache.keys import EngineKey, Kind, engine_key, label_for
+from trt_warmcache.judge import History, drift, told_apart
+from trt_warmcache.keys import EngineKey, Kind
 from trt_warmcache.ladder import Step, exact_steps, older_versions
-from trt_warmcache.manifest import Labels, Manifest, Provenance
+from trt_warmcache.manifest import Manifest
 from trt_warmcache.memo import DigestMemo, default_memo_folder
-from trt_warmcache.model import ModelSource, ModelSummary, file_digest
-from trt_warmcache.options import BuildOptions, HardwareCompatibility, RefitMode
-from trt_warmcache.policy import Cover, OnMiss, OnSuspect, OnWait, Policy, Rung, StoreErrors, Trust
+from trt_warmcache.model import ModelSource, file_digest
+from trt_warmcache.options import BuildOptions, HardwareCompatibility
+from trt_warmcache.policy import Cover, OnMiss, OnWait, Policy, Rung, StoreErrors, Trust
 from trt_warmcache.profiles import ShapeProfile, cover_size, covers_all, validate_profiles
 from trt_warmcache.request import EngineRequest, as_request
 from trt_warmcache.runtime_cache import RuntimeCache
 from trt_warmcache.runtime_cache import key_for as kernels_key
-from trt_warmcache.singleflight import Heartbeat, SingleFlight, WaitLimits, acquire_or_find
+from trt_warmcache.singleflight import SingleFlight, WaitLimits, acquire_or_find
 from trt_warmcache.stores import Lock, Payload, Store, open_store
 from trt_warmcache.stores._local import LockUnavailable
 from trt_warmcache.target import Target
@@ -81,53 +76,6 @@ _PORTABLE = Target()
 
 #: Stands for the digest of a table that is not made yet, where a key is only explained.
 _NO_TABLE = "not calibrated yet"
-
-
-@dataclass
-class _Call:
-    """One call of `get` on its way: the request made concrete, the clock, and the time spent so far."""
-
-    request: EngineRequest
-    policy: Policy
-    deadline: float | None
-    source: ModelSource
-    profiles: tuple[ShapeProfile, ...]
-    options: BuildOptions
-    target: Target
-    plugins: dict[str, str]
-    key: EngineKey
-    table: StoredTable | None = None
-    qdq: QdqOptions | None = None
-    timings: dict[str, float] = field(default_factory=dict)
-    damage: tuple[Kind, str, IntegrityError] | None = None
-
-    @property
-    def label(self) -> str:
-        return self.key.name
-
-    def take_damage(self) -> tuple[Kind, str, IntegrityError] | None:
-        """What the last look found damaged, once."""
-        damage, self.damage = self.damage, None
-        return damage
-
-    def remaining(self) -> float | None:
-        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
-
-    def labels(self) -> Labels:
-        return Labels(
-            name=self.request.name or self.source.stem,
-            version=self.request.version or "",
-            model=self.source.stem,
-            entry=self.key.name,
-        )
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - started
 
 
 class EngineManager:
@@ -471,7 +419,7 @@ class EngineManager:
             self._builder = select_builder(self._builder_choice, memo=self._memo)
         return self._builder
 
-    def _resolve(self, request: EngineRequest, *, tables: Literal["make", "find", "guess"] = "find") -> _Call:
+    def _resolve(self, request: EngineRequest, *, tables: Literal["make", "find", "guess"] = "find") -> Call:
         """Make a request concrete. A calibration's table is made if missing, or only found, or left open."""
         if self._closed:
             raise ConfigError("This manager is closed; make another.")
@@ -501,9 +449,9 @@ class EngineManager:
             except MissError as miss:
                 if tables != "guess" or miss.reason == "vetoed":
                     raise
-        profiles, key = _derive(
+        profiles, key = derive(
             source.summary,
-            source.graph_digest if _shares_graph(options) else source.digest,
+            source.graph_digest if shares_graph(options) else source.digest,
             request.profiles,
             options,
             builder.flavour,
@@ -517,7 +465,7 @@ class EngineManager:
             request.name or source.stem,
             request.version,
         )
-        call = _Call(request, policy, deadline, source, profiles, options, target, plugins, key, table, qdq)
+        call = Call(request, policy, deadline, source, profiles, options, target, plugins, key, table, qdq)
         call.timings["hash"] = time.perf_counter() - started
         return call
 
@@ -603,7 +551,7 @@ class EngineManager:
             )
         return self._strict
 
-    def _store_for(self, call: _Call) -> Store:
+    def _store_for(self, call: Call) -> Store:
         """The store as this call's policy wants to see it."""
         return self._strict_store() if call.policy.trust is Trust.SIGNED else self.store
 
@@ -615,7 +563,7 @@ class EngineManager:
 
     # ---- looking ----------------------------------------------------------------------------------------------
 
-    def _find(self, call: _Call) -> Engine | None:
+    def _find(self, call: Call) -> Engine | None:
         """A stored engine for the call: exact, or wider where the policy allows. Emits hit or miss."""
         engine = self._look(call, Outcome.HIT)
         if engine is None and call.policy.ladder:
@@ -628,7 +576,7 @@ class EngineManager:
             self._events.emit(EventKind.MISS, key=call.key.digest, label=call.label)
         return engine
 
-    def _look(self, call: _Call, outcome: Outcome) -> Engine | None:
+    def _look(self, call: Call, outcome: Outcome) -> Engine | None:
         """The engine stored under the call's own key, verified; None where there is none to be used."""
         if call.policy.refresh and outcome is not Outcome.HIT:
             return None
@@ -660,7 +608,7 @@ class EngineManager:
         self._tell_drift(call, manifest)
         return engine
 
-    def _tell_drift(self, call: _Call, manifest: Manifest) -> None:
+    def _tell_drift(self, call: Call, manifest: Manifest) -> None:
         """Report drift of an entry, once for each hook it is asked with."""
         asked = (manifest.key, call.request.configure)
         if asked in self._drift_checked:
@@ -669,9 +617,7 @@ class EngineManager:
         for text in drift(manifest, call.options, call.request.configure):
             self._events.emit(EventKind.DRIFT, key=manifest.key, label=call.label, text=f"{call.label}: {text}")
 
-    def _open(
-        self, call: _Call, key: EngineKey, manifest: Manifest, outcome: Outcome, *, older: bool = False
-    ) -> Engine:
+    def _open(self, call: Call, key: EngineKey, manifest: Manifest, outcome: Outcome, *, older: bool = False) -> Engine:
         payload = self.store.fetch(manifest.blob(_ROLE), rehash=call.policy.rehash)
         try:
             self._check_plan(payload.view, older=older)
@@ -690,14 +636,14 @@ class EngineManager:
             # The key says that the plan is for this very library; bytes that say otherwise are not what they claim.
             raise IntegrityError(f"The stored plan contradicts its key: {error.message}", reason="header") from error
 
-    def _engine(self, call: _Call, key: EngineKey, manifest: Manifest, payload: Payload, outcome: Outcome) -> Engine:
+    def _engine(self, call: Call, key: EngineKey, manifest: Manifest, payload: Payload, outcome: Outcome) -> Engine:
         engine = Engine(
             outcome, key, manifest, call.timings, _payload=payload, _load=lambda engine: self._load(call, engine)
         )
         self._engines.add(engine)
         return engine
 
-    def _look_down(self, call: _Call) -> Engine | None:
+    def _look_down(self, call: Call) -> Engine | None:
         """A stored engine of a rung that the policy allows; see :mod:`trt_warmcache.ladder`."""
         allowed = [Rung(rung) for rung in call.policy.ladder]
         for step in exact_steps(call.key.parts, call.target, allowed):
@@ -713,7 +659,7 @@ class EngineManager:
                     return engine
         return None
 
-    def _open_step(self, call: _Call, step: Step, manifest: Manifest, *, older: bool = False) -> Engine | None:
+    def _open_step(self, call: Call, step: Step, manifest: Manifest, *, older: bool = False) -> Engine | None:
         key = EngineKey(Kind.ENGINE, manifest.parts, manifest.labels.entry)
         try:
             engine = self._open(call, key, manifest, Outcome.COVERED, older=older)
@@ -724,7 +670,7 @@ class EngineManager:
         self._events.emit(EventKind.COVERED, key=key.digest, label=call.label, reason="ladder", text=step.reason)
         return engine
 
-    def _look_wider(self, call: _Call) -> Engine | None:
+    def _look_wider(self, call: Call) -> Engine | None:
         wanted = {part: value for part, value in call.key.parts.items() if part != "profiles"}
         candidates = []
         for manifest in stored_manifests(self._store_for(call), Kind.ENGINE):
@@ -744,13 +690,13 @@ class EngineManager:
             return engine
         return None
 
-    def _explained(self, call: _Call) -> str:
+    def _explained(self, call: Call) -> str:
         try:
             return str(explain(self.store, call.key))
         except StoreError as error:
             return f"(The store could not be searched for the nearest entry: {error.message})"
 
-    def _raise_damage(self, call: _Call) -> None:
+    def _raise_damage(self, call: Call) -> None:
         """Raise what the last look found damaged, if anything, where nobody is going to build it anew."""
         if call.damage is None:
             return
@@ -766,14 +712,14 @@ class EngineManager:
                 lock.release()
         raise error
 
-    def _try_lock(self, call: _Call) -> Lock | None:
+    def _try_lock(self, call: Call) -> Lock | None:
         try:
             lock = self.store.lock(call.key.digest)
             return lock if lock is not None and lock.try_acquire() else None
         except StoreError:
             return None
 
-    def _quarantine(self, call: _Call, kind: Kind, digest: str, error: IntegrityError) -> None:
+    def _quarantine(self, call: Call, kind: Kind, digest: str, error: IntegrityError) -> None:
         self._events.emit(EventKind.QUARANTINED, key=digest, label=call.label, reason=error.reason, text=error.message)
         try:
             self.store.quarantine(kind, digest, error)
@@ -784,7 +730,7 @@ class EngineManager:
 
     # ---- building ---------------------------------------------------------------------------------------------
 
-    def _with_table(self, call: _Call) -> _Call:
+    def _with_table(self, call: Call) -> Call:
         """The call with its calibration table read and held against the model; repaired damage may change the key."""
         if call.table is None:
             return call
@@ -797,7 +743,7 @@ class EngineManager:
         call.table = table
         return call
 
-    def _build_once(self, call: _Call) -> Engine:
+    def _build_once(self, call: Call) -> Engine:
         call = self._with_table(call)
         leader, joined = self._flights.run(
             call.key.digest, lambda: self._build_or_join(call), timeout=lambda: self._wait_limit(call)
@@ -813,11 +759,11 @@ class EngineManager:
             self._events.emit(EventKind.JOINED, key=call.key.digest, label=call.label)
         return engine
 
-    def _wait_limit(self, call: _Call) -> float:
+    def _wait_limit(self, call: Call) -> float:
         remaining = call.remaining()
         return call.policy.wait_seconds if remaining is None else min(remaining, call.policy.wait_seconds)
 
-    def _build_or_join(self, call: _Call) -> Engine:
+    def _build_or_join(self, call: Call) -> Engine:
         """The part that at most one thread of this process runs per key: wait for the lock, or for the engine."""
         lock = self.store.lock(call.key.digest)
         if lock is None:
@@ -858,7 +804,7 @@ class EngineManager:
         finally:
             lock.release()
 
-    def _limits(self, call: _Call) -> WaitLimits:
+    def _limits(self, call: Call) -> WaitLimits:
         def told(waited: float, owner: str) -> None:
             text = f"waiting for {call.label}: {owner or 'another process'} has been building it for at least {waited:.0f} s"
             self._events.emit(
@@ -867,12 +813,12 @@ class EngineManager:
 
         return WaitLimits(self._wait_limit(call), max(call.policy.slow_build_seconds, 0.01), told)
 
-    def _tell_lockless(self, call: _Call, error: StoreError) -> None:
+    def _tell_lockless(self, call: Call, error: StoreError) -> None:
         if not self._lockless_told:
             self._lockless_told = True
             self._events.emit(EventKind.LOCK_UNAVAILABLE, key=call.key.digest, label=call.label, text=error.message)
 
-    def _build_and_publish(self, call: _Call) -> Engine:
+    def _build_and_publish(self, call: Call) -> Engine:
         timing = TimingSession.begin(
             self._store_for(call),
             self.builder,
@@ -883,45 +829,22 @@ class EngineManager:
         )
         history = History.of(self._store_for(call), call.key)
         started_at = time.time()
+        self._warn_if_not_writable(call)
+        stage = BuildStage(self.builder, self._events, memo=self._memo, closed=lambda: self._closed)
         with call.stage("build"):
-            output = self._build(call, timing.blob, history)
-        provenance = self._provenance(call, output, started_at)
+            output = stage.run(call, timing.blob, history)
+        provenance = stage.provenance(call, output, started_at)
         plan = memoryview(output.plan).cast("B").toreadonly()
         with call.stage("publish"):
             ref = manifests.describe_blob(_ROLE, plan)
-            extra = self._facts(call, output, timing, history.suspicion(plan.nbytes))
+            extra = stage.facts(call, output, timing, history.suspicion(plan.nbytes))
             manifest = manifests.seal(call.key, (ref,), provenance=provenance, labels=call.labels(), extra=extra)
             self._probe(call, manifest, plan)
             engine = self._publish(call, manifest, plan)
             timing.finish(output, provenance)
         return engine
 
-    def _facts(self, call: _Call, output: BuildOutput, timing: TimingSession, suspicion: str) -> dict[str, Any]:
-        """What an entry says beyond key and provenance: the entries it was made with, what it needs, what is odd."""
-        configure = call.request.configure
-        if suspicion:
-            self._events.emit(
-                EventKind.SUSPECT,
-                key=call.key.digest,
-                label=call.label,
-                reason="size",
-                text=f"{call.label}: {suspicion}",
-            )
-            if call.policy.on_suspect is OnSuspect.REFUSE:
-                raise BuildError(
-                    f"The engine of {call.label} is not stored: {suspicion}. Build again, or look into it."
-                )
-        facts = {
-            "configure": None if configure is None else fingerprint(configure),
-            "suspect": suspicion or None,
-            "calibration_key": None if call.table is None else call.table.key.digest,
-            "timing_key": None if timing.key is None else timing.key.digest,
-            "tactics": None if output.tactics is None else output.tactics.to_json(),
-            "plugins": list(output.plugins) or None,
-        }
-        return {name: value for name, value in facts.items() if value is not None}
-
-    def _probe(self, call: _Call, manifest: Manifest, plan: memoryview) -> None:
+    def _probe(self, call: Call, manifest: Manifest, plan: memoryview) -> None:
         """Let the caller look at the engine before anybody else can get it."""
         if call.request.probe is None:
             return
@@ -936,133 +859,14 @@ class EngineManager:
         if not good:
             raise BuildError(f"The probe refused the engine of {call.label}; it is not stored.")
 
-    def _build(self, call: _Call, timing_blob: bytes | None, history: History) -> BuildOutput:
-        policy, key = call.policy, call.key.digest
-        limit = policy.build_seconds
-        started = time.monotonic()
-
-        def checkpoint() -> None:
-            spent = time.monotonic() - started
-            if limit is not None and spent > limit:
-                raise BuildTimeout(
-                    f"Building {call.label} took longer than the {limit:g} s that the policy allows.", waited=spent
-                )
-            if call.remaining() == 0:
-                raise BuildTimeout(
-                    f"Building {call.label} ran into the request's timeout of {call.request.timeout:g} s.", waited=spent
-                )
-            if self._closed:
-                raise BuildError(f"The manager was closed while {call.label} was being built.")
-
-        def on_progress(step: Progress) -> None:
-            self._events.emit(
-                EventKind.BUILD_PROGRESS, key=key, label=call.label, seconds=time.monotonic() - started,
-                phase=step.phase, parent=step.parent, step=step.step, total=step.total,
-            )  # fmt: skip
-
-        def slow(spent: float) -> None:
-            self._events.emit(
-                EventKind.BUILD_SLOW, key=key, label=call.label, seconds=spent, text=f"still building {call.label}"
-            )
-
-        self.builder.check(call.options, call.target)
-        model, table = call.source, None
-        if call.table is not None:
-            assert call.table.table is not None
-            if call.qdq is None:
-                table = bytes_for_builder(call.table.table)
-            else:
-                model = quantized(call.source, call.table.table, call.qdq, memo=self._memo)
-        inputs = BuildInputs(
-            model=model,
-            network_name=f"trtwc-{key[:16]}",
-            profiles=call.profiles,
-            options=call.options,
-            target=call.target,
-            timing=timing_blob,
-            calibration=table,
-            plugins=call.request.plugins,
-            configure=call.request.configure,
-            on_progress=on_progress,
-            checkpoint=checkpoint,
-        )
-        builder = isolated(self.builder, policy, target=call.target, configure=call.request.configure)
-        self._warn_if_not_writable(call)
-        expected: dict[str, Any] = {} if history.seconds is None else {"expected_seconds": history.seconds}
-        self._events.emit(EventKind.BUILD_START, key=key, label=call.label, **expected)
-        try:
-            checkpoint()
-            with Heartbeat(max(policy.slow_build_seconds, 0.01), slow):
-                output = builder.build(inputs)
-            self._check_output(call, output)
-            call.source.verify_unchanged()
-        except BaseException as error:
-            self._events.emit(
-                EventKind.BUILD_FAILED,
-                key=key,
-                label=call.label,
-                seconds=time.monotonic() - started,
-                text=f"{call.label}: {error}",
-            )
-            if isinstance(error, (WarmCacheError, KeyboardInterrupt, SystemExit, MemoryError)):
-                raise
-            raise BuildError(f"The builder failed with {type(error).__name__}: {error}") from error
-        self._events.emit(EventKind.BUILD_END, key=key, label=call.label, seconds=time.monotonic() - started)
-        self._tell_version_conflict(call)
-        return output
-
-    def _check_output(self, call: _Call, output: Any) -> None:
-        if not isinstance(output, BuildOutput):
-            raise BuildError(
-                f"The builder {type(self.builder).__name__} returned {type(output).__name__} instead of a BuildOutput."
-            )
-        try:
-            size = memoryview(output.plan).nbytes
-        except TypeError as error:
-            raise BuildError(
-                f"The builder returned a plan that is no buffer but {type(output.plan).__name__}."
-            ) from error
-        if size == 0:
-            raise BuildError("The builder returned an empty plan.")
-        for fact in ("compute_capability", "gpu"):
-            built, wanted = output.target.get(fact), getattr(call.target, fact)
-            if built is not None and wanted is not None and built != wanted:
-                raise BuildError(
-                    f"The engine was asked for {fact} {wanted} and built on {built}; it is not stored. Build it on the machine it is for."
-                )
-
-    def _warn_if_not_writable(self, call: _Call) -> None:
+    def _warn_if_not_writable(self, call: Call) -> None:
         if not self.store.capabilities.writable:
             self._events.emit(
                 EventKind.WARNING, key=call.key.digest, label=call.label, reason="read-only",
                 text=f"{call.label} is built now and cannot be stored: {self.store.url} is not writable",
             )  # fmt: skip
 
-    def _tell_version_conflict(self, call: _Call) -> None:
-        look = getattr(self.builder, "version_conflict", None)
-        conflict = look() if look is not None else None
-        if conflict is not None:
-            bindings, library = conflict
-            self._events.emit(
-                EventKind.VERSION_CONFLICT, key=call.key.digest, label=call.label, bindings=bindings, library=library,
-                text=f"the bindings are version {bindings}, the library loaded in this process is {library}; keys use the latter",
-            )  # fmt: skip
-
-    def _provenance(self, call: _Call, output: BuildOutput, started_at: float) -> Provenance:
-        return Provenance(
-            created=started_at,
-            build_seconds=call.timings["build"],
-            creator=f"trt_warmcache {__version__}",
-            host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
-            library=output.library or self.builder.version(),
-            target={**call.target.to_json(), **output.target},
-            config=dict(output.config),
-            warnings=output.warnings,
-            plugins=call.plugins,
-            model_bytes=call.source.total_bytes,
-        )
-
-    def _publish(self, call: _Call, manifest: Manifest, plan: memoryview) -> Engine:
+    def _publish(self, call: Call, manifest: Manifest, plan: memoryview) -> Engine:
         key = call.key
         try:
             current = self._store_for(call).publish(manifest, {_ROLE: plan}, replacing=self._to_replace(call))
@@ -1098,7 +902,7 @@ class EngineManager:
         self._churn.built(manifest)
         return self._engine(call, key, manifest, Payload(plan), Outcome.BUILT)
 
-    def _to_replace(self, call: _Call) -> Manifest | None:
+    def _to_replace(self, call: Call) -> Manifest | None:
         if not call.policy.refresh:
             return None
         try:
@@ -1107,7 +911,7 @@ class EngineManager:
             self._quarantine(call, call.key.kind, call.key.digest, error)
             return None
 
-    def _build_in_background(self, call: _Call) -> Future[Engine]:
+    def _build_in_background(self, call: Call) -> Future[Engine]:
         call.policy = call.policy.detached()
         return self._in_background(call.key.digest, lambda: self._build_once(call))
 
@@ -1123,7 +927,7 @@ class EngineManager:
 
     # ---- running ----------------------------------------------------------------------------------------------
 
-    def _load(self, call: _Call, engine: Engine) -> Any:
+    def _load(self, call: Call, engine: Engine) -> Any:
         """Deserialize; an entry that turns out to be unusable is set aside and built anew, once."""
         try:
             return self._deserialize(call, engine)
@@ -1153,7 +957,7 @@ class EngineManager:
                 f"The stored plan was rejected ({first.message}), and so was one built anew ({second.message})."
             ) from second
 
-    def _deserialize(self, call: _Call, engine: Engine) -> Any:
+    def _deserialize(self, call: Call, engine: Engine) -> Any:
         parts = engine.key.parts
         needs = LoadNeeds(
             plugins=call.request.plugins,
@@ -1167,7 +971,7 @@ class EngineManager:
             else self.builder.deserialize(engine.plan, needs)
         )
 
-    def _tell_ineffective(self, call: _Call, text: str) -> None:
+    def _tell_ineffective(self, call: Call, text: str) -> None:
         self._events.emit(EventKind.INEFFECTIVE, key=call.key.digest, label=call.label, text=text)
 
     # ---- other processes --------------------------------------------------------------------------------------
@@ -1187,55 +991,6 @@ class EngineManager:
             raise ConfigError(
                 "Workers in other processes open the store themselves: give the manager a path or URL instead of a Store object."
             )
-
-
-def _shares_graph(options: BuildOptions) -> bool:
-    """Whether the plan holds no weights that cannot be exchanged, so that one serves all models of a graph."""
-    return bool(options.strip_plan) and options.refit is RefitMode.ALL
-
-
-@lru_cache(maxsize=256)
-def _derive(
-    summary: ModelSummary,
-    model: str,
-    asked: tuple[ShapeProfile, ...],
-    options: BuildOptions,
-    flavour: str,
-    version: str,
-    target: Target,
-    plugins: tuple[str, ...],
-    calibration: str | None,
-    qdq: QdqOptions | None,
-    recipe: str | None,
-    driver_in_key: bool,
-    model_name: str,
-    model_version: str | None,
-) -> tuple[tuple[ShapeProfile, ...], EngineKey]:
-    """Validated profiles and key of a request. Pure, so a service that asks again gets them at once."""
-    profiles = validate_profiles(asked, summary)
-    name = label_for(
-        model_name=model_name,
-        version=model_version,
-        model=model,
-        target=target,
-        profiles=profiles,
-        shapes=[tensor.dims or () for tensor in summary.inputs],
-    )
-    key = engine_key(
-        model=model,
-        profiles=profiles,
-        options=options,
-        flavour=flavour,
-        version=version,
-        target=target,
-        plugins=plugins,
-        calibration=calibration,
-        qdq=None if qdq is None else qdq.to_json(),
-        recipe=recipe,
-        driver_in_key=driver_in_key,
-        name=name,
-    )
-    return profiles, key
 
 
 def _warm_elsewhere(recipe: Sequence[Any], request: EngineRequest) -> WarmRow:

@@ -193,6 +193,8 @@ def validate_profiles(profiles: tuple[ShapeProfile, ...], summary: ModelSummary)
                 + "; ".join(str(inputs[name]) for name in missing)
                 + ". Every profile must give (min, opt, max) for each."
             )
+        for name, limits in profile.values.items():
+            _check_values(name, limits, inputs[name].dims, where)
         kept = {name: limits for name, limits in profile.shapes.items() if name in dynamic}
         if kept or profile.values:
             reduced.append(ShapeProfile(kept, profile.values))
@@ -289,6 +291,21 @@ def _check_symbols(profile: ShapeProfile, inputs: Mapping[str, TensorInfo], wher
         raise ConfigError(
             f"The model calls these dimensions {symbol!r}, so they are always equal, but {problem}{where}: {given}. "
             "Give them the same min, opt and max."
+        )
+
+
+def _check_values(name: str, limits: ShapeRange, dims: tuple[int | str | None, ...] | None, where: str) -> None:
+    """A shape tensor has no dimension, and then one value, or one dimension that says how many."""
+    if dims is None:
+        return
+    if len(dims) > 1:
+        raise ConfigError(
+            f"Input {name!r}{where} has {len(dims)} dimensions, so it is no shape tensor; give its shape instead."
+        )
+    count = dims[0] if dims else 1
+    if isinstance(count, int) and count >= 0 and len(limits.min) != count:
+        raise ConfigError(
+            f"Input {name!r}{where} holds {count} value(s), the profile gives {len(limits.min)} ({limits})."
         )
 
 

@@ -53,7 +53,7 @@ def compute_capability(value: Any) -> str:
     Raises:
         ConfigError: Anything else.
     """
-    pair = isinstance(value, (tuple, list)) and len(value) == 2
+    pair = isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(part, int) for part in value)
     text = ".".join(map(str, value)) if pair else str(value).strip().lower()
     match = re.fullmatch(r"([0-9]{1,2})\.([0-9])", text) or re.fullmatch(r"(?:sm_?)?([0-9]{1,2})([0-9])", text)
     if not match or isinstance(value, bool):

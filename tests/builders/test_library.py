@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -24,6 +25,19 @@ def compile_library(folder: Path, source: str, name: str) -> Path:
     (folder / "source.c").write_text(source)
     subprocess.run([compiler, "-shared", "-fPIC", "-o", str(path), str(folder / "source.c")], check=True)
     return path
+
+
+def ask(library: Path, memo: Path) -> list[str]:
+    """The library's version, and whether it had to be loaded; in a process of its own, where it stays loaded."""
+    code = """
+import sys
+from pathlib import Path
+from trt_warmcache.builders._library import version_of
+import trt_warmcache as twc
+version = version_of(Path(sys.argv[1]), twc.DigestMemo(Path(sys.argv[2])))
+print(version, sys.argv[1] in Path("/proc/self/maps").read_text())
+"""
+    return run_python(code, library, memo).split()
 
 
 def parts_source(major: int, minor: int, patch: int, build: int) -> str:
@@ -53,25 +67,15 @@ def test_real_library_tells_its_version() -> None:
 def test_version_numbers(tmp_path: Path, source: str, version: str) -> None:
     """Both ways of reporting a version are read: four functions, or one number with two radixes."""
     library = compile_library(tmp_path, source, "libnvinfer.so.99")
-    assert version_of(library, twc.DigestMemo(None)) == version
+    assert ask(library, tmp_path / "memo") == [version, "True"]
 
 
 def test_version_is_remembered_for_an_unchanged_file(tmp_path: Path) -> None:
     """A library is loaded once per file; a hit in a fresh process need not load it at all."""
-    import time
-
     library = compile_library(tmp_path, parts_source(10, 1, 0, 1), "libnvinfer.so.99")
     time.sleep(0.05)
-    memo = twc.DigestMemo(tmp_path / "memo")
-    assert version_of(library, memo) == "10.1.0.1"
-    code = """
-import sys
-from pathlib import Path
-from trt_warmcache.builders._library import version_of
-import trt_warmcache as twc
-print(version_of(Path(sys.argv[1]), twc.DigestMemo(Path(sys.argv[2]))), sys.argv[1] in Path("/proc/self/maps").read_text())
-"""
-    assert run_python(code, library, tmp_path / "memo").split() == ["10.1.0.1", "False"]
+    assert ask(library, tmp_path / "memo") == ["10.1.0.1", "True"]
+    assert ask(library, tmp_path / "memo") == ["10.1.0.1", "False"]
 
 
 def test_loaded_library_counts_not_metadata(tmp_path: Path) -> None:

@@ -278,11 +278,13 @@ def test_spellings_are_one_option() -> None:
         tactic_sources=["jit_convolutions", "EDGE_MASK_CONVOLUTIONS"],
         preview_features={"RUNTIME_ACTIVATION_RESIZE_10_10": True},
         timing="editable",
+        runtime_platform="WINDOWS_AMD64",
     )
     b = twc.BuildOptions(
         tactic_sources=["EDGE_MASK_CONVOLUTIONS", "JIT_CONVOLUTIONS"],
         preview_features={"runtime_activation_resize": True},
         timing=twc.options.TimingMode.EDITABLE,
+        runtime_platform="windows_amd64",
     )
     assert a == b
     assert a.to_json() == b.to_json()
@@ -302,6 +304,7 @@ def test_spellings_are_one_option() -> None:
         {"tactics": {"entries": {"0x12": 1}}},
         {"tactics": {"entries": {"0x" + "0" * 32: 1}}, "timing": "off"},
         {"layer_precisions": {"a": "float64"}},
+        {"preview_features": {"PROFILE_SHARING_0806": True, "profile_sharing": False}},
         {"tactic_sources": "CUBLAS"},
         {"fp16": 1},
     ],

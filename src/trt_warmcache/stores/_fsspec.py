@@ -25,10 +25,13 @@ import blake3
 import msgspec
 
 from trt_warmcache.errors import ConfigError, IntegrityError, StoreError, StoreReason
+from trt_warmcache.lease import DEFAULT_LEASE_SECONDS, Lease
 from trt_warmcache.manifest import CHUNK_BYTES, BlobRef
 from trt_warmcache.stores import _obstore, _packing
 from trt_warmcache.stores._base import (
     LAYOUT,
+    Lock,
+    LockScope,
     ObjectInfo,
     Payload,
     Store,
@@ -149,6 +152,7 @@ class FsspecStore(Store):
         concurrency: Requests under way at once while a blob is moved.
         transport: See :class:`Transport`.
         compression: See :class:`Compression`.
+        lease_seconds: How long a builder that died on another machine can block this one.
 
     Raises:
         ConfigError: No such protocol, its package is not installed (the message names the extra), or an argument that
@@ -166,6 +170,7 @@ class FsspecStore(Store):
         concurrency: int = 8,
         transport: Transport | str = Transport.AUTO,
         compression: Compression | str = Compression.AUTO,
+        lease_seconds: float = DEFAULT_LEASE_SECONDS,
     ) -> None:
         self.url = _public(url)
         self._protocol = _protocol_of(url, self.url)
@@ -188,6 +193,7 @@ class FsspecStore(Store):
             _require(self._protocol)
         if importlib.util.find_spec("stamina") is None:
             raise ConfigError(f"Stores behind URLs need the stamina package: pip install {_extra(self._protocol)}.")
+        self._lease_seconds = lease_seconds
         self._proof: _Proof | None = None
         self._reset()
 
@@ -351,7 +357,12 @@ class FsspecStore(Store):
         except StoreError as error:
             log.debug("could not find out what %s can do: %s", self.url, error.message)
             proof = _Proof()
-        return StoreCapabilities(writable=proof.writable, deletable=proof.writable, exclusive_create=proof.create)
+        return StoreCapabilities(
+            writable=proof.writable,
+            deletable=proof.writable,
+            exclusive_create=proof.create,
+            lock_scope=LockScope.FLEET if proof.create else LockScope.NONE,
+        )
 
     def read(self, name: str, *, limit: int) -> bytes | None:
         return self._call_or_none(f"read {name}", lambda wire, seconds: self._look(wire, name, limit, seconds))
@@ -521,6 +532,10 @@ class FsspecStore(Store):
         if self._compression is Compression.NEVER or not _packing.available():
             return ref, data
         return _packing.pack(ref, data)
+
+    def lock(self, name: str) -> Lock | None:
+        """A lease, where this server really refuses to create what exists."""
+        return Lease(self, name, seconds=self._lease_seconds) if self.capabilities.exclusive_create else None
 
     def close(self) -> None:
         self._wire = None

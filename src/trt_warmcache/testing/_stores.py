@@ -1,8 +1,9 @@
-"""What every store must keep to, as tests, and a store that fails on command."""
+"""What every store must keep to, as tests."""
 
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,11 +13,11 @@ import pytest
 from trt_warmcache import manifest as manifests
 from trt_warmcache.errors import IntegrityError, StoreError
 from trt_warmcache.keys import EngineKey, Kind
-from trt_warmcache.manifest import BlobRef, Labels, Manifest, Provenance
-from trt_warmcache.stores import Lock, ObjectInfo, Payload, Store, StoreCapabilities
+from trt_warmcache.manifest import Labels, Manifest, Provenance
+from trt_warmcache.stores import Store
 from trt_warmcache.stores._base import blob_name, manifest_name
 
-__all__ = ["FlakyStore", "StoreConformance"]
+__all__ = ["StoreConformance"]
 
 
 def sample_entry(
@@ -273,7 +274,10 @@ class StoreConformance(ABC):
         assert first.try_acquire()
         assert not second.try_acquire()
         first.release()
-        assert second.try_acquire()
+        until = time.monotonic() + 5
+        while not second.try_acquire():  # locks across hosts ask their store only now and then
+            assert time.monotonic() < until
+            time.sleep(0.05)
         second.release()
 
     def test_concurrent_publish(self, store: Store) -> None:
@@ -320,66 +324,3 @@ def race(count: int, act: Callable[[int], Any]) -> list[Any]:
     if errors:
         raise errors[0]
     return results
-
-
-class FlakyStore(Store):
-    """Another store, with calls counted and failures on command.
-
-    Args:
-        inner: The store that does the work.
-        before: Called before each primitive with its name and object; what it raises is what the call raises.
-    """
-
-    def __init__(self, inner: Store, before: Callable[[str, str], None] | None = None) -> None:
-        self.inner = inner
-        self.url = inner.url
-        self.before = before
-        self.calls: list[tuple[str, str]] = []
-
-    def _note(self, call: str, name: str) -> None:
-        self.calls.append((call, name))
-        if self.before is not None:
-            self.before(call, name)
-
-    @property
-    def capabilities(self) -> StoreCapabilities:
-        return self.inner.capabilities
-
-    def read(self, name: str, *, limit: int) -> bytes | None:
-        self._note("read", name)
-        return self.inner.read(name, limit=limit)
-
-    def write(self, name: str, data: Any) -> None:
-        self._note("write", name)
-        self.inner.write(name, data)
-
-    def create(self, name: str, data: Any) -> bool:
-        self._note("create", name)
-        return self.inner.create(name, data)
-
-    def swap(self, name: str, data: Any, *, expected: bytes) -> bool:
-        self._note("swap", name)
-        return self.inner.swap(name, data, expected=expected)
-
-    def delete(self, name: str) -> bool:
-        self._note("delete", name)
-        return self.inner.delete(name)
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        self._note("list", prefix)
-        return self.inner.list(prefix)
-
-    def fetch(self, ref: BlobRef, *, rehash: bool = False) -> Payload:
-        self._note("fetch", blob_name(ref))
-        return self.inner.fetch(ref, rehash=rehash)
-
-    def put_blob(self, ref: BlobRef, data: Any) -> None:
-        self._note("put_blob", blob_name(ref))
-        self.inner.put_blob(ref, data)
-
-    def lock(self, name: str) -> Lock | None:
-        self._note("lock", name)
-        return self.inner.lock(name)
-
-    def close(self) -> None:
-        self.inner.close()
