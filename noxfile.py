@@ -79,7 +79,8 @@ def layers(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Run the benchmarks; ``-- --quick`` for a smoke test."""
-    session.install("-e", ".[rtx]", *nox.project.dependency_groups(PYPROJECT, "bench"))
+    extras = "rtx,s3,gcs,azure,obstore"
+    session.install("-e", f".[{extras}]", *nox.project.dependency_groups(PYPROJECT, "bench", "servers"))
     _install_models(session, *MODEL_PACKAGES)
     for script in sorted(pathlib.Path("benchmarks").glob("bench_*.py")):
         session.run("python", str(script), *session.posargs)

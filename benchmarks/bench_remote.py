@@ -1,16 +1,15 @@
 """A remote hit, verified, against clients that verify nothing: one object, one loopback server, one run.
 
-    python -m benchmarks.bench_remote [--mib 512] [--rounds 3] [--server seaweedfs]
-
 Every client starts with its connections open and ends with the object's bytes in one buffer or file. The server shares
-the machine's cores with the client, so only the ratios of one run mean anything.
+the machine's cores with the client, so only the ratios of one run mean anything. S3 is served by SeaweedFS, GCS by
+fake-gcs-server and Azure by Azurite; a server that is not installed is named and left out.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from common import Table, arguments, machine
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the servers are those of the tests
+
 from tests.servers import ServerInfo, ServerKind, running
+from tests.servers.launch import MissingServerError
 
 from trt_warmcache.manifest import describe_blob
 from trt_warmcache.stores import FsspecStore, Transport
@@ -95,17 +99,19 @@ def measure(clients: dict[str, Callable[[], None]], rounds: int) -> dict[str, tu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--server", type=ServerKind, default=ServerKind.SEAWEEDFS)
-    parser.add_argument("--folder", type=Path, default=None, help="where downloads land (default: a temporary folder)")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
-        folder = Path(scratch)
-        (folder / "server").mkdir()
-        with running(arguments.server, folder / "server") as info:
-            report(info, folder, arguments.mib * 1024 * 1024, arguments.rounds)
+    given = arguments(__doc__)
+    print(machine())
+    for kind in (
+        (ServerKind.SEAWEEDFS,) if given.quick else (ServerKind.SEAWEEDFS, ServerKind.FAKE_GCS, ServerKind.AZURITE)
+    ):
+        with tempfile.TemporaryDirectory(dir=given.work) as scratch:
+            folder = Path(scratch)
+            (folder / "server").mkdir()
+            try:
+                with running(kind, folder / "server") as info:
+                    report(info, folder, (16 if given.quick else 512) * 1024 * 1024, given.repeats(5))
+            except MissingServerError as error:
+                print(f"\n{kind.value}: left out: {error}")
 
 
 def report(info: ServerInfo, folder: Path, size: int, rounds: int) -> None:
@@ -152,16 +158,17 @@ def report(info: ServerInfo, folder: Path, size: int, rounds: int) -> None:
         clients["ours, verified, obstore, file"] = hit(Transport.OBSTORE, folder)
         clients["ours, verified, obstore, memory"] = hit(Transport.OBSTORE, None)
     rows = measure(clients, rounds)
-    theirs = [row for name, row in rows.items() if not name.startswith("ours")]
-    fastest, typical = min(row[0] for row in theirs), min(row[1] for row in theirs)
-    print(
-        f"{'client':34} {'best s':>7} {'MB/s':>6} {'median':>7} {'MB/s':>6} {'CPU s':>6}  speed against the fastest unverified"
-    )
+    peers = {name: median for name, (_, median, _) in rows.items() if not name.startswith("ours")}
+    table = Table(f"{size >> 20} MiB from {info.kind.value}, median of {rounds}")
     for name, (best, median, cpu) in rows.items():
-        print(
-            f"{name:34} {best:7.2f} {size / 1e6 / best:6.0f} {median:7.2f} {size / 1e6 / median:6.0f} {cpu:6.2f}"
-            f"  best {fastest / best:.2f}, median {typical / median:.2f}"
-        )
+        if name in peers:
+            continue
+        note = f"{size / 1e6 / median:.0f} MB/s, best {size / 1e6 / best:.0f}, CPU {cpu:.2f} s"
+        for peer, seconds in peers.items():
+            fastest = seconds == min(peers.values())
+            target = "within 10 %" if fastest else "not slower"
+            table.add(name, median, f"{peer}, unverified", seconds, target=target, note=note)
+    table.show()
 
 
 if __name__ == "__main__":
