@@ -48,6 +48,7 @@ def test_there_is_a_script_for_each_subject() -> None:
         "bench_import",
         "bench_keys",
         "bench_remote",
+        "bench_stores",
     ]
 
 
