@@ -548,7 +548,7 @@ def test_older_key_schema_is_a_clean_miss(root: Path, model: Path, monkeypatch: 
         manager.get(model, profiles=PROFILE)
     monkeypatch.setattr("trt_warmcache.keys.KEY_SCHEMA", 2)
     monkeypatch.setattr("trt_warmcache.manifest.KEY_SCHEMA", 2)
-    from trt_warmcache.call import derive
+    from trt_warmcache.resolve import derive
 
     derive.cache_clear()
     with make(root) as manager:
