@@ -40,6 +40,7 @@ class Finder:
         self._churn = churn
         self._make = make
         self._drift_checked: set[tuple[str, Any]] = set()
+        self._headers_checked: set[tuple[str, bool]] = set()
 
     def find(self, call: Call) -> Engine | None:
         """A stored engine for the call: exact, or wider where the policy allows. Emits hit or miss."""
@@ -109,12 +110,16 @@ class Finder:
             IntegrityError: The plan is missing, damaged, or not what its key claims.
             StoreError: It cannot be read.
         """
-        payload = call.store.fetch(manifest.blob(PLAN), rehash=call.policy.rehash)
-        try:
-            _check_plan(call.builder, payload.view, older=older)
-        except BaseException:
-            payload.close()
-            raise
+        ref = manifest.blob(PLAN)
+        payload = call.store.fetch(ref, rehash=call.policy.rehash)
+        if (ref.digest, older) not in self._headers_checked:
+            try:
+                _check_header(call.builder, payload.view, older=older)
+            except BaseException:
+                payload.close()
+                raise
+            # The same bytes would get the same verdict, and touching a fresh map costs a tenth of a repeated hit.
+            self._headers_checked.add((ref.digest, older))
         return self._make(call, key, manifest, payload, outcome)
 
     def _look_down(self, call: Call) -> Engine | None:
@@ -205,7 +210,7 @@ class Finder:
             )
 
 
-def _check_plan(builder: EngineBuilder, plan: memoryview, *, older: bool) -> None:
+def _check_header(builder: EngineBuilder, plan: memoryview, *, older: bool) -> None:
     try:
         if older:
             builder.check_plan(plan, older=True)
