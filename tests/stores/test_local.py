@@ -190,7 +190,7 @@ def test_opened_read_only(tmp_path: Path) -> None:
         (errno.EIO, StoreReason.UNAVAILABLE),
     ],
 )
-@pytest.mark.parametrize("step", ["posix_fallocate", "write", "fsync", "link"])
+@pytest.mark.parametrize("step", ["posix_fallocate", "pwrite", "fsync", "link"])
 def test_failing_write_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: StoreReason, step: str
 ) -> None:
