@@ -744,7 +744,7 @@ class LayeredStore(Store):
         if self._leases(decider):
             return Lease(decider.guarded(), name, seconds=self._lease_seconds, on_lost=self._lease_lost)
         lock = None if decider.layer.shared else decider.lock(name)
-        if lock is None and not self._leaseless_told:
+        if lock is None and not self._leaseless_told and not decider.left_alone:
             self._leaseless_told = True
             self._emit(
                 EventKind.LOCK_UNAVAILABLE,
@@ -829,6 +829,10 @@ class _LayeredLock:
         return self._near.owner() if self._near is not None else ""
 
 
+#: Of a layer that does not answer: it is tried, so that its own failure is told, and nothing is built on its promises.
+_UNKNOWN = StoreCapabilities()
+
+
 class _SourceFailed(Exception):
     """Carries a download's failure past the layer that it should have landed in, which is not to blame."""
 
@@ -865,13 +869,18 @@ class _Tier:
 
     @property
     def capabilities(self) -> StoreCapabilities:
-        """What the store can do."""
-        return self.store.capabilities
+        """What the store can do, as far as it answers; to find out, it may have to ask its server."""
+        if self.direct:
+            return self.store.capabilities
+        try:
+            return self.call(lambda store: store.capabilities)
+        except StoreError:
+            return _UNKNOWN
 
     @property
     def writable(self) -> bool:
         """Whether this layer is written to."""
-        return not self.layer.read_only and self.store.capabilities.writable
+        return not self.layer.read_only and self.capabilities.writable
 
     def accepts(self, source: _Tier) -> bool:
         """Whether entries of another layer may be copied here: trust is never gained by copying."""
@@ -897,6 +906,11 @@ class _Tier:
         """Add to counters."""
         with self._record.guard:
             self._record.counts.update(counts)
+
+    @property
+    def left_alone(self) -> bool:
+        """Whether the breaker is open."""
+        return self._clock() < self._record.closed_until
 
     # ---- typed calls ------------------------------------------------------------------------------------------
 
