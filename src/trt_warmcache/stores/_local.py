@@ -14,6 +14,7 @@ import secrets
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -57,6 +58,9 @@ _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSY
 #: Lock services that are not there answer with one of these (NFS without lockd, some FUSE file systems).
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
+#: A temporary file that nothing was written to for so long belongs to no living writer.
+_ABANDONED_SECONDS = 3600
+
 #: An open file that another NFS client replaced; opening it again reaches the new one.
 _STALE = errno.ESTALE
 
@@ -84,6 +88,7 @@ class LocalStore(Store):
         self._prefix = f"{self._base}/"  # joining text is several times faster than joining paths, and a hit joins two
         self._memo = memo if memo is not None else DigestMemo(None)
         self._read_only = read_only
+        self._swept = False
 
     @property
     def capabilities(self) -> StoreCapabilities:
@@ -279,6 +284,7 @@ class LocalStore(Store):
         self._refuse_if_read_only(f"write {name}")
         path = self._base / name
         temporary: Path | None = None
+        self._sweep_once()
         try:
             self._make_folder(path.parent)
             temporary = path.parent / f".tmp-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(16)}"
@@ -293,6 +299,18 @@ class LocalStore(Store):
                     temporary.unlink(missing_ok=True)
                 except OSError as error:
                     log.debug("could not remove %s: %s", temporary, error)
+
+    def _sweep_once(self) -> None:
+        """Remove what killed writers left behind, before the first write of this store object."""
+        if self._swept:
+            return
+        self._swept = True
+        now = time.time()
+        for left in self.temporaries():
+            if now - left.modified > _ABANDONED_SECONDS:
+                with suppress(OSError):  # another process sweeps too, or it is not ours to remove
+                    (self._base / left.name).unlink()
+                    log.info("removed %s, which a writer left unfinished", left.name)
 
     def _make_folder(self, folder: Path) -> None:
         if folder.is_dir():
