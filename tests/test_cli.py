@@ -326,3 +326,19 @@ def test_doctor_reports_an_unusable_store(run: Any, tmp_path: Path) -> None:
     """A store that cannot be listed is a problem, with the reason."""
     (tmp_path / "file").write_text("x")
     assert "PROBLEM: Could not" in run("doctor", "--store", tmp_path / "file", code=EXIT_FAILED).stdout
+
+
+def test_default_folder_is_private(run: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default folder is made for its user alone; one that others may write to is refused unless it is named."""
+    monkeypatch.delenv("TRT_WARMCACHE_STORE")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    folder = tmp_path / "home" / ".cache" / "trt_warmcache"
+    run("build", model, *PROFILE)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    for mode in (0o720, 0o702):
+        folder.chmod(mode)
+        for command in (("build", model, *PROFILE), ("ls",), ("gc",)):
+            assert "chmod go-w" in run(*command, code=EXIT_USAGE).stderr
+        assert "1 entries" in run("ls", "--store", folder).stdout
+    folder.chmod(0o755)
+    assert "1 entries" in run("ls").stdout

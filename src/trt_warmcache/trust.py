@@ -27,7 +27,7 @@ from trt_warmcache.errors import ConfigError, IntegrityError, StoreError, StoreR
 from trt_warmcache.keys import Kind
 from trt_warmcache.manifest import Manifest
 from trt_warmcache.policy import Policy, Trust
-from trt_warmcache.stores import ForwardingStore, LayeredStore, Store
+from trt_warmcache.stores import ForwardingStore, Store
 from trt_warmcache.stores._base import manifest_name
 
 __all__ = ["Keyring", "PublicKey", "SignedStore", "Signer", "secured", "signed_bytes"]
@@ -310,16 +310,13 @@ class SignedStore(ForwardingStore):
 def secured(store: Store, *, signer: Signer | None = None, keyring: Keyring | None = None) -> Store:
     """A store that signs what is published and, with a keyring, refuses what no trusted key has signed.
 
-    Of a :class:`LayeredStore`, the layers marked as trusted are believed without a signature.
+    Of a :class:`~trt_warmcache.stores.LayeredStore`, the layers marked as trusted are believed without a signature.
     """
     if keyring is not None and signer is not None:
         keyring = keyring.including(signer.public)
     if keyring is not None:
         ring = keyring
-        if isinstance(store, LayeredStore):
-            store = store.view(lambda inner: SignedStore(inner, keyring=ring))
-        else:
-            store = SignedStore(store, keyring=ring)
+        store = store.view(lambda inner: SignedStore(inner, keyring=ring))
     return store if signer is None else SignedStore(store, signer=signer)
 
 

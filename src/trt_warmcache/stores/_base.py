@@ -311,6 +311,10 @@ class Store(ABC):
         """Unfinished objects of writers at work or dead; :meth:`list` does not show them."""
         return iter(())
 
+    def view(self, wrap: Callable[[Store], Store]) -> Store:
+        """This store seen through another; of several layers each is wrapped, except those that are trusted."""
+        return wrap(self)
+
     def bind(self, events: Events) -> None:  # noqa: B027  most stores have nothing to tell
         """Send events there."""
 
