@@ -42,6 +42,7 @@ from trt_warmcache.errors import (
     IntegrityError,
     MissError,
     StoreError,
+    UntrustedError,
     WarmCacheError,
 )
 from trt_warmcache.events import EventKind, Events, Hook
@@ -567,11 +568,9 @@ class EngineManager:
         """A stored engine for the call: exact, or wider where the policy allows. Emits hit or miss."""
         engine = self._look(call, Outcome.HIT)
         if engine is None and call.policy.ladder:
-            with call.stage("lookup"):
-                engine = self._look_down(call)
+            engine = self._look_further(call, self._look_down)
         if engine is None and (call.policy.cover is Cover.WIDER or call.policy.on_miss is OnMiss.FALLBACK):
-            with call.stage("lookup"):
-                engine = self._look_wider(call)
+            engine = self._look_further(call, self._look_wider)
         if engine is None:
             self._events.emit(EventKind.MISS, key=call.key.digest, label=call.label)
         return engine
@@ -596,17 +595,30 @@ class EngineManager:
                 call.damage = (kind, digest, error)
             return None
         except StoreError as error:
-            self._events.emit(
-                EventKind.STORE_ERROR, key=digest, label=call.label, reason=error.reason.value, text=error.message
-            )
-            if call.policy.store_errors is StoreErrors.RAISE:
-                raise
+            self._store_failed(call, error)
             return None
         call.timings["verify"] = time.perf_counter() - looked
         self._events.emit(EventKind(outcome.value), key=digest, label=call.label)
         self._churn.hit(manifest)
         self._tell_drift(call, manifest)
         return engine
+
+    def _look_further(self, call: Call, look: Callable[[Call], Engine | None]) -> Engine | None:
+        """A look for an engine that was not built for exactly this, under the policy's word on failing stores."""
+        try:
+            with call.stage("lookup"):
+                return look(call)
+        except StoreError as error:
+            self._store_failed(call, error)
+            return None
+
+    def _store_failed(self, call: Call, error: StoreError) -> None:
+        """Tell a store's failure; it goes on as a miss where the policy says so, and else as the error."""
+        self._events.emit(
+            EventKind.STORE_ERROR, key=call.key.digest, label=call.label, reason=error.reason.value, text=error.message
+        )
+        if call.policy.store_errors is StoreErrors.RAISE:
+            raise error
 
     def _tell_drift(self, call: Call, manifest: Manifest) -> None:
         """Report drift of an entry, once for each hook it is asked with."""
@@ -647,7 +659,11 @@ class EngineManager:
         """A stored engine of a rung that the policy allows; see :mod:`trt_warmcache.ladder`."""
         allowed = [Rung(rung) for rung in call.policy.ladder]
         for step in exact_steps(call.key.parts, call.target, allowed):
-            manifest = self._store_for(call).manifest(Kind.ENGINE, step.digest)
+            try:
+                manifest = self._store_for(call).manifest(Kind.ENGINE, step.digest)
+            except (IntegrityError, UntrustedError) as error:
+                self._passed_over(call, step.digest, error)
+                continue
             engine = None if manifest is None else self._open_step(call, step, manifest)
             if engine is not None:
                 return engine
@@ -659,12 +675,19 @@ class EngineManager:
                     return engine
         return None
 
+    def _passed_over(self, call: Call, digest: str, error: IntegrityError | UntrustedError) -> None:
+        """An entry of a rung that cannot be read: set aside where it is damaged, and the next rung is tried."""
+        if isinstance(error, IntegrityError) and error.reason != "format":
+            self._quarantine(call, Kind.ENGINE, digest, error)
+        else:
+            self._events.emit(EventKind.WARNING, key=digest, label=call.label, reason=error.reason, text=error.message)
+
     def _open_step(self, call: Call, step: Step, manifest: Manifest, *, older: bool = False) -> Engine | None:
         key = EngineKey(Kind.ENGINE, manifest.parts, manifest.labels.entry)
         try:
             engine = self._open(call, key, manifest, Outcome.COVERED, older=older)
         except IntegrityError as error:
-            self._quarantine(call, Kind.ENGINE, key.digest, error)
+            self._passed_over(call, key.digest, error)
             return None
         engine.reason = step.reason
         self._events.emit(EventKind.COVERED, key=key.digest, label=call.label, reason="ladder", text=step.reason)
