@@ -142,6 +142,8 @@ class OptionSpec:
         rtx: Whether TensorRT-RTX has it and honours it.
         affects_plan: Whether it can change the plan; only these go into the engine key.
         instead: What to do where the option does not exist.
+        default: The value that TensorRT has by itself in every version with the option, so that giving it is the same
+            request as leaving the option out; None where there is no such value, or it may move.
     """
 
     name: str
@@ -151,6 +153,7 @@ class OptionSpec:
     rtx: bool = True
     affects_plan: bool = True
     instead: str = ""
+    default: Any = None
 
     def available(self, flavour: str, version: tuple[int, ...]) -> bool:
         """Whether this flavour and version of TensorRT honour the option."""
@@ -184,9 +187,15 @@ def _option(
     rtx: bool = True,
     affects_plan: bool = True,
     instead: str = "",
+    default: Any = None,
 ) -> Any:
-    spec = OptionSpec("", doc, since, until, rtx, affects_plan, instead)
+    spec = OptionSpec("", doc, since, until, rtx, affects_plan, instead, default)
     return dataclasses.field(default=None, metadata={"spec": spec})
+
+
+def _switch(doc: str, *, default: bool | None = False, **where: Any) -> Any:
+    """An option that is on or off, and off unless told otherwise."""
+    return _option(doc, default=default, **where)
 
 
 @strict_fields
@@ -200,15 +209,15 @@ class BuildOptions:
         ConfigError: An unknown field (naming the nearest known one) or a value out of range.
     """
 
-    fp16: bool | None = _option("Allow FP16 layers.", until=(10, 16), rtx=False, instead=_FROM_MODEL)
-    bf16: bool | None = _option("Allow BF16 layers.", since=(10, 0), until=(10, 16), rtx=False, instead=_FROM_MODEL)
-    int8: bool | None = _option(
+    fp16: bool | None = _switch("Allow FP16 layers.", until=(10, 16), rtx=False, instead=_FROM_MODEL)
+    bf16: bool | None = _switch("Allow BF16 layers.", since=(10, 0), until=(10, 16), rtx=False, instead=_FROM_MODEL)
+    int8: bool | None = _switch(
         "Allow INT8 layers; needs calibration or a Q/DQ model.", until=(10, 16), rtx=False, instead=_FROM_MODEL
     )
-    fp8: bool | None = _option("Allow FP8 layers.", until=(10, 16), rtx=False, instead=_FROM_MODEL)
-    int4: bool | None = _option("Allow INT4 weights.", since=(10, 1), until=(10, 16), rtx=False, instead=_FROM_MODEL)
-    fp4: bool | None = _option("Allow FP4 weights.", since=(10, 8), until=(10, 16), rtx=False, instead=_FROM_MODEL)
-    strongly_typed: bool | None = _option(
+    fp8: bool | None = _switch("Allow FP8 layers.", until=(10, 16), rtx=False, instead=_FROM_MODEL)
+    int4: bool | None = _switch("Allow INT4 weights.", since=(10, 1), until=(10, 16), rtx=False, instead=_FROM_MODEL)
+    fp4: bool | None = _switch("Allow FP4 weights.", since=(10, 8), until=(10, 16), rtx=False, instead=_FROM_MODEL)
+    strongly_typed: bool | None = _switch(
         "Take every tensor's type from the model and never choose another.",
         since=(10, 0),
         until=(10, 16),
@@ -225,19 +234,22 @@ class BuildOptions:
         rtx=False,
         instead=_FROM_MODEL,
     )
-    calibrate_before_fusion: bool | None = _option(
+    calibrate_before_fusion: bool | None = _switch(
         "Calibrate before layers are fused, so that the table fits every GPU.",
         until=(10, 16),
         rtx=False,
         instead=_FROM_MODEL,
     )
-    tf32: bool | None = _option("Allow TF32 for float32 layers; on by default.")
-    sparse_weights: bool | None = _option("Look for 2:4 structured sparsity in the weights.")
-    strict_nans: bool | None = _option("Keep NaN semantics exact.", since=(10, 6))
-    distributive_independence: bool | None = _option("Compute distributive axes independently.", since=(10, 12))
-    debug: bool | None = _option("Synchronize after every layer, for debugging.")
+    tf32: bool | None = _switch("Allow TF32 for float32 layers; on by default.", default=True)
+    sparse_weights: bool | None = _switch("Look for 2:4 structured sparsity in the weights.")
+    strict_nans: bool | None = _switch("Keep NaN semantics exact.", since=(10, 6))
+    distributive_independence: bool | None = _switch("Compute distributive axes independently.", since=(10, 12))
+    debug: bool | None = _switch("Synchronize after every layer, for debugging.")
     engine_capability: EngineCapability | Literal["standard", "safety", "dla_standalone"] | None = _option(
-        "The runtime that the plan is restricted to.", rtx=False, instead="TensorRT-RTX has one runtime."
+        "The runtime that the plan is restricted to.",
+        rtx=False,
+        instead="TensorRT-RTX has one runtime.",
+        default=EngineCapability.STANDARD,
     )
     optimization_level: int | None = _option(
         "How hard TensorRT optimizes, 0 (first tactic found) to 5; its default is 3."
@@ -258,7 +270,7 @@ class BuildOptions:
         rtx=False,
         instead="TensorRT-RTX chooses kernels on the user's machine.",
     )
-    tactic_heuristic: bool | None = _option(
+    tactic_heuristic: bool | None = _switch(
         "Choose tactics by a heuristic before timing them.",
         until=(8, 6),
         rtx=False,
@@ -281,6 +293,7 @@ class BuildOptions:
         since=(10, 8),
         rtx=False,
         instead="TensorRT-RTX has the setting and ignores it.",
+        default=TilingLevel.NONE,
     )
     l2_limit_for_tiling: int | None = _option(
         "L2 cache that tiling may count on, in bytes.",
@@ -301,14 +314,15 @@ class BuildOptions:
             "Which other GPUs may run the plan (same_compute_capability from 10.9).",
             rtx=False,
             instead="TensorRT-RTX plans name compute capabilities: Target(compute_capabilities=...).",
+            default=HardwareCompatibility.NONE,
         )
     )
-    version_compatible: bool | None = _option(
+    version_compatible: bool | None = _switch(
         "Make a plan that later TensorRT versions load. It then carries host code: load it from trusted stores only.",
         rtx=False,
         instead="TensorRT-RTX plans are tied to their release.",
     )
-    exclude_lean_runtime: bool | None = _option(
+    exclude_lean_runtime: bool | None = _switch(
         "Leave the lean runtime out of a version-compatible plan.",
         rtx=False,
         instead="TensorRT-RTX plans are tied to their release.",
@@ -319,32 +333,32 @@ class BuildOptions:
     refittable_weights: Sequence[str] | None = _option(
         "Names of the weights that refit='individual' marks.", since=(10, 2)
     )
-    strip_plan: bool | None = _option("Leave refittable weights out of the plan.", since=(10, 0))
-    weight_streaming: bool | None = _option("Let weights stay in host memory and stream in.", since=(10, 0))
+    strip_plan: bool | None = _switch("Leave refittable weights out of the plan.", since=(10, 0))
+    weight_streaming: bool | None = _switch("Let weights stay in host memory and stream in.", since=(10, 0))
     preview_features: Mapping[str, bool] | None = _option(
         "Preview features by stable name (without the version suffix), for example runtime_activation_resize."
     )
     dla_core: int | None = _option(
         "Run on this deep-learning accelerator core.", rtx=False, instead="TensorRT-RTX has no DLA."
     )
-    gpu_fallback: bool | None = _option(
+    gpu_fallback: bool | None = _switch(
         "Let layers that the DLA cannot run fall back to the GPU.", rtx=False, instead="TensorRT-RTX has no DLA."
     )
-    direct_io: bool | None = _option("Forbid reformatting at the network's inputs and outputs.")
+    direct_io: bool | None = _switch("Forbid reformatting at the network's inputs and outputs.")
     runtime_platform: str | None = _option(
         "Platform that will run the plan, for example windows_amd64.",
         since=(10, 2),
         rtx=False,
         instead="TensorRT-RTX rejects it; build on the platform itself.",
     )
-    require_user_allocation: bool | None = _option(
+    require_user_allocation: bool | None = _switch(
         "The application allocates all device memory.", since=None, instead="Only TensorRT-RTX has it."
     )
     build_route: str | None = _option(
         "Compiler knobs as one string.", since=(11, 1), rtx=False, instead="There is nothing to route there."
     )
     native_instancenorm: bool | None = _option("Parse InstanceNormalization with TensorRT's own layer.")
-    plugin_override: bool | None = _option(
+    plugin_override: bool | None = _switch(
         "Let plugins take the place of operators that TensorRT has itself.",
         since=(10, 15),
         rtx=False,
@@ -441,8 +455,15 @@ class BuildOptions:
                 yield spec, value
 
     def to_json(self, *, plan_only: bool = False) -> dict[str, Any]:
-        """The options that were set as plain JSON values; with `plan_only` just those that can change the plan."""
-        return {spec.name: _plain(value) for spec, value in self.chosen() if spec.affects_plan or not plan_only}
+        """The options that were set as plain JSON values; with `plan_only` just those that can change the plan.
+
+        An option set to what TensorRT does anyway cannot change it, and must not give another key.
+        """
+        return {
+            spec.name: _plain(value)
+            for spec, value in self.chosen()
+            if not plan_only or (spec.affects_plan and value != spec.default)
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BuildOptions:

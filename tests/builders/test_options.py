@@ -223,6 +223,44 @@ def test_options_change_the_key_as_declared(name: str) -> None:
     assert hash(again) == hash(twc.BuildOptions(**sample(name)))
 
 
+DEFAULTS = {name: spec.default for name, spec in option_specs().items() if spec.default is not None}
+
+
+def test_defaults_spelled_out_are_the_same_request() -> None:
+    """An option set to what TensorRT does anyway is no other engine: same key, and the parts do not mention it."""
+
+    def key(**options: Any) -> Any:
+        return engine_key(
+            model="blake3:0",
+            profiles=(),
+            options=twc.BuildOptions(**options),
+            flavour="tensorrt",
+            version="10.16.1.11",
+            target=A10,
+        )
+
+    assert {"fp16", "tf32", "hardware_compatibility", "tiling", "version_compatible"} <= set(DEFAULTS)
+    for name, value in DEFAULTS.items():
+        assert key(**{name: value}) == key(), name
+    assert dict(key(**DEFAULTS).parts) == dict(key().parts)
+    assert twc.BuildOptions(fp16=False).to_json() == {"fp16": False}
+    with pytest.raises(twc.ConfigError, match=r"'fp16' does not exist in TensorRT 11\.4"):
+        twc.BuildOptions(fp16=False).require_available("tensorrt", (11, 4))
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_defaults_are_tensorrts_own(line: Line, tmp_path: Path) -> None:
+    """Each default of the table is what the line's configuration holds by itself."""
+    builder = TensorRTBuilder(make_tensorrt(line), lock_folder=tmp_path)
+    plain = builder.build(build_inputs())
+    for name, value in DEFAULTS.items():
+        if not option_specs()[name].available("tensorrt", numbers(line)):
+            continue
+        told = builder.build(build_inputs(options=twc.BuildOptions(**{name: value})))
+        assert told.config == plain.config, name
+        assert bytes(told.plan) == bytes(plain.plan), name
+
+
 @pytest.mark.parametrize("line", LINES)
 def test_options_reach_the_fake_of_their_line(line: Line, tmp_path: Path) -> None:
     """Each option that a line has changes what that line was told, read back from the plan it built."""

@@ -14,6 +14,7 @@ from tests.support import tiny_model
 import trt_warmcache as twc
 from trt_warmcache.builders import Progress, TensorRTRTXBuilder
 from trt_warmcache.builders._plan import read_header
+from trt_warmcache.options import option_specs
 
 #: One shape only: with a range of shapes TensorRT-RTX fills some bytes of a plan differently each time.
 FIXED = {"x": ("2x64", "2x64", "2x64")}
@@ -59,6 +60,14 @@ def test_builds_are_reproducible(plain: str) -> None:
 def test_options_that_reach_the_plan(plain: str, options: dict[str, Any]) -> None:
     """Options that TensorRT-RTX honours change the plan's bytes, so they must be in the key."""
     assert digest(build(options)) != plain
+
+
+def test_defaults_spelled_out_change_nothing(plain: str) -> None:
+    """Options set to the table's defaults, which are left out of the key, leave the real library's plan as it is."""
+    defaults = {name: spec.default for name, spec in option_specs().items() if spec.rtx and spec.default is not None}
+    assert {"tf32", "sparse_weights", "weight_streaming"} <= set(defaults)
+    for name, value in defaults.items():
+        assert digest(build({name: value})) == plain, name
 
 
 @pytest.mark.parametrize(
