@@ -403,9 +403,18 @@ class BuildOptions:
             raise ConfigError("refittable_weights only means something with refit='individual'.")
         if self.exclude_lean_runtime and not self.version_compatible:
             raise ConfigError("exclude_lean_runtime only means something with version_compatible=True.")
-        off = self.timing is TimingMode.OFF
-        if off and isinstance(self.tactics, TacticReplay) and self.tactics.entries:
-            raise ConfigError("tactics of a timing cache cannot be pinned with timing='off'.")
+        if isinstance(self.tactics, TacticReplay) and self.tactics.entries:
+            if self.timing is TimingMode.OFF:
+                raise ConfigError("tactics of a timing cache cannot be pinned with timing='off'.")
+            if self.optimization_level == 0:
+                raise ConfigError(
+                    "optimization_level=0 takes no notice of a timing cache, so no tactics can be pinned."
+                )
+        precisions = [name for name in _PRECISIONS if getattr(self, name)]
+        if self.strongly_typed and precisions:
+            raise ConfigError(
+                f"A strongly typed network takes its precisions from the model; leave {', '.join(precisions)} out, or strongly_typed."
+            )
 
     def __hash__(self) -> int:
         # Of the options set, the names only: forty values would be frozen at every request, and equality decides
@@ -491,6 +500,9 @@ class BuildOptions:
                     versions = OptionSpec(spec.name, "", first or (8, 6), last, rtx=False).where()
                     raise ConfigError(f"{spec.name}={part!r} does not exist in {here}; it needs {versions}.")
 
+
+#: Precisions that TensorRT may choose by itself where it is allowed to.
+_PRECISIONS = ("fp16", "bf16", "int8", "fp8", "int4", "fp4")
 
 _Line = tuple[int, int]
 

@@ -321,6 +321,82 @@ def test_foreign_tactics_are_refused(line: Line, locks: Path) -> None:
         builder.build(build_inputs(options=entries))
 
 
+WIDE = {"x": ("1x5", "2x5", "8x5")}
+
+
+@pytest.mark.parametrize("line", EDITABLE)
+def test_a_record_is_of_one_build(line: Line, locks: Path) -> None:
+    """Recording over a cache that many models share records this build's tactics alone, and loses none of the others'."""
+    builder, _ = make(line, locks, nondeterministic=True)
+    others = builder.build(build_inputs(tiny_model(width=5), profiles=WIDE)).timing
+    assert others is not None
+    ours = builder.build(build_inputs(timing=others)).timing
+    recorded = builder.build(build_inputs(options=twc.BuildOptions(record_tactics=True), timing=ours))
+    assert recorded.tactics is not None
+    assert len(recorded.tactics.entries) == 2
+    # what is stored already stays in force, pins set by hand among it
+    assert read_plan(recorded.plan)["tactics"] == read_plan(builder.build(build_inputs(timing=ours)).plan)["tactics"]
+    assert recorded.timing == ours
+    replica, _ = make(line, locks, nondeterministic=True)
+    output = replica.build(build_inputs(options=twc.BuildOptions(tactics=recorded.tactics)))
+    assert read_plan(output.plan)["tactics"] == read_plan(recorded.plan)["tactics"]
+    damaged = builder.build(build_inputs(options=twc.BuildOptions(record_tactics=True), timing=b"x" * 400))
+    assert damaged.timing_rejected
+    assert damaged.tactics is not None
+
+
+@pytest.mark.parametrize("line", EDITABLE)
+def test_pins_stay_with_their_build(line: Line, locks: Path) -> None:
+    """Tactics pinned by one request's options do not reach other models through the cache that they share."""
+    builder, _ = make(line, locks)
+    measured = builder.build(build_inputs()).timing
+    assert measured is not None
+    first, second = builder.timing_entries(
+        builder.build(build_inputs(options=twc.BuildOptions(timing="editable"))).timing or b""
+    )
+    pins = twc.BuildOptions(tactics={"entries": {first.key: 42}}, record_tactics=True)
+    for blob in (None, measured):
+        output = builder.build(build_inputs(options=pins, timing=blob))
+        assert set(read_plan(output.plan)["tactics"].values()) == {42, second.tactic}
+        assert output.tactics == twc.TacticReplay(entries={first.key: 42, second.key: second.tactic})
+        assert output.timing == measured
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_recording_without_or_by_a_complete_cache(line: Line, locks: Path) -> None:
+    """Where an algorithm selector exists it records also without a timing cache; what cannot record is refused."""
+    builder, _ = make(line, locks)
+    off = twc.BuildOptions(record_tactics=True, timing="off")
+    if line == "11.4":
+        with pytest.raises(twc.ConfigError, match="timing='off' forbids"):
+            builder.build(build_inputs(options=off))
+    else:
+        output = builder.build(build_inputs(options=off))
+        assert output.timing is None
+        assert output.tactics is not None
+        assert set(output.tactics.layers) == {"mul", "act"}
+        pinned = builder.build(build_inputs(options=twc.BuildOptions(tactics=output.tactics, timing="off")))
+        assert read_plan(pinned.plan)["tactics"] == read_plan(output.plan)["tactics"]
+    require = twc.BuildOptions(record_tactics=True, timing="require")
+    if line == "10.3":
+        blob = builder.build(build_inputs()).timing
+        assert builder.build(build_inputs(options=require, timing=blob)).tactics is not None
+    elif line in EDITABLE:
+        with pytest.raises(twc.ConfigError, match="timing='require' forbids"):
+            builder.build(build_inputs(options=require))
+
+
+@pytest.mark.parametrize("line", SELECTOR)
+def test_layers_that_never_occur_are_told(line: Line, locks: Path) -> None:
+    """A recorded layer that TensorRT never asks about was pinned by nobody: an error, not silence."""
+    builder, _ = make(line, locks)
+    record = builder.build(build_inputs(options=twc.BuildOptions(record_tactics=True, timing="off"))).tactics
+    assert record is not None
+    strange = twc.TacticReplay(layers={**record.layers, "elsewhere": (1, 2)})
+    with pytest.raises(twc.BuildError, match="do not occur in this build, such as 'elsewhere'"):
+        builder.build(build_inputs(options=twc.BuildOptions(tactics=strange)))
+
+
 # ---- one build per GPU ------------------------------------------------------------------------------------------
 
 
