@@ -59,11 +59,11 @@ class TacticReplay:
             entries = {str(key).lower(): int(tactic) for key, tactic in sorted(dict(self.entries).items())}
         except (TypeError, ValueError, IndexError) as error:
             raise ConfigError(f"Not a record of tactics: {error}") from error
-        for key in entries:
+        for key, tactic in entries.items():
             if not _TIMING_KEY.fullmatch(key):
                 raise ConfigError(f"{key!r} is no timing-cache key; those are 0x and 32 hex digits.")
-            if not 0 <= entries[key] < _NO_TACTIC:
-                raise ConfigError(f"Timing-cache entry {key}: {entries[key]} is no tactic hash, which has 64 bits.")
+            if not 0 <= tactic < _NO_TACTIC:
+                raise ConfigError(f"Timing-cache entry {key}: {tactic} is no tactic hash, which has 64 bits.")
         for name, numbers in layers.items():
             if not all(_LEAST_INT <= number < _NO_TACTIC for number in numbers):
                 raise ConfigError(f"Layer {name!r}: implementation and tactic have 64 bits, not {numbers}.")

@@ -22,7 +22,6 @@ from trt_warmcache.builders._timing import (
     cache_entries,
     count_entries,
     load_timing,
-    lost,
     pin_entries,
     restore_entries,
 )
