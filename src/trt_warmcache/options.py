@@ -491,41 +491,45 @@ class BuildOptions:
                 raise ConfigError(
                     f"Option {spec.name!r} does not exist in {here}; it needs {spec.where()}. {spec.instead}".rstrip()
                 )
-            if flavour != "tensorrt":
-                continue
             for part in _parts(value):
-                first, last = VALUE_RANGES.get((spec.name, part), (None, None))
-                line = tuple(version[:2])
-                if (first and line < first) or (last and line > last):
-                    versions = OptionSpec(spec.name, "", first or (8, 6), last, rtx=False).where()
-                    raise ConfigError(f"{spec.name}={part!r} does not exist in {here}; it needs {versions}.")
+                found = VALUE_RANGES.get((spec.name, part), spec)
+                if not found.available(flavour, version):
+                    raise ConfigError(f"{spec.name}={part!r} does not exist in {here}; it needs {found.where()}.")
 
 
 #: Precisions that TensorRT may choose by itself where it is allowed to.
 _PRECISIONS = ("fp16", "bf16", "int8", "fp8", "int4", "fp4")
 
-_Line = tuple[int, int]
 
-#: Values that not every version with their option has: first and last release line.
-VALUE_RANGES: Mapping[tuple[str, str], tuple[_Line | None, _Line | None]] = {
-    ("hardware_compatibility", "same_compute_capability"): ((10, 9), None),
-    ("refit", "identical"): ((10, 0), None),
-    ("refit", "individual"): ((10, 2), None),
-    ("timing", "require"): ((10, 0), None),
-    ("timing", "editable"): ((10, 8), None),
-    ("tactics", "layers"): (None, (10, 16)),
-    ("tactics", "entries"): ((10, 8), None),
-    ("memory_pools", "tactic_shared_memory"): ((10, 0), None),
-    ("layer_precisions", "bfloat16"): ((10, 0), None),
-    ("tactic_sources", "CUBLAS"): (None, (10, 16)),
-    ("tactic_sources", "CUBLAS_LT"): (None, (10, 16)),
-    ("tactic_sources", "CUDNN"): (None, (10, 16)),
-    ("preview_features", "aliased_plugin_io"): ((10, 3), None),
-    ("preview_features", "disable_external_tactic_sources_for_core"): (None, (8, 6)),
-    ("preview_features", "faster_dynamic_shapes"): (None, (8, 6)),
-    ("preview_features", "multidevice_runtime"): ((10, 16), (10, 16)),
-    ("preview_features", "profile_sharing"): (None, (10, 16)),
-    ("preview_features", "runtime_activation_resize"): ((10, 10), None),
+def _value(
+    since: tuple[int, int] | None = (8, 6), until: tuple[int, int] | None = None, *, rtx: bool = True
+) -> OptionSpec:
+    return OptionSpec("", "", since, until, rtx)
+
+
+#: Values that not every version with their option has.
+VALUE_RANGES: Mapping[tuple[str, str], OptionSpec] = {
+    ("hardware_compatibility", "same_compute_capability"): _value((10, 9), rtx=False),
+    ("refit", "identical"): _value((10, 0)),
+    ("refit", "individual"): _value((10, 2)),
+    ("timing", "require"): _value((10, 0), rtx=False),
+    ("timing", "editable"): _value((10, 8), rtx=False),
+    ("tactics", "layers"): _value(until=(10, 16), rtx=False),
+    ("tactics", "entries"): _value((10, 8), rtx=False),
+    ("memory_pools", "dla_managed_sram"): _value(rtx=False),
+    ("memory_pools", "dla_local_dram"): _value(rtx=False),
+    ("memory_pools", "dla_global_dram"): _value(rtx=False),
+    ("memory_pools", "tactic_shared_memory"): _value((10, 0)),
+    ("layer_precisions", "bfloat16"): _value((10, 0), rtx=False),
+    ("tactic_sources", "CUBLAS"): _value(until=(10, 16), rtx=False),
+    ("tactic_sources", "CUBLAS_LT"): _value(until=(10, 16), rtx=False),
+    ("tactic_sources", "CUDNN"): _value(until=(10, 16), rtx=False),
+    ("preview_features", "aliased_plugin_io"): _value((10, 3)),
+    ("preview_features", "disable_external_tactic_sources_for_core"): _value(until=(8, 6), rtx=False),
+    ("preview_features", "faster_dynamic_shapes"): _value(until=(8, 6), rtx=False),
+    ("preview_features", "multidevice_runtime"): _value((10, 16), (10, 16), rtx=False),
+    ("preview_features", "profile_sharing"): _value(until=(10, 16), rtx=False),
+    ("preview_features", "runtime_activation_resize"): _value((10, 10)),
 }
 
 

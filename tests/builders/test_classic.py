@@ -174,6 +174,22 @@ def test_configure_hook(line: Line, locks: Path) -> None:
         builder.build(build_inputs(configure=broken))
 
 
+@pytest.mark.parametrize("line", LINES)
+def test_settings_that_do_not_take_are_told(line: Line, locks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A setter that only logs its refusal, or does nothing at all, is an error naming the setting and the reason."""
+    builder, module = make(line, locks)
+    pools = twc.BuildOptions(memory_pools={"dla_managed_sram": 1 << 20})
+    with pytest.raises(twc.ConfigError, match=r"refused memory_pools=\{'dla_managed_sram': 1048576\}: .*no DLA"):
+        builder.build(build_inputs(options=pools))
+    config = module._fake.classes["IBuilderConfig"]
+    monkeypatch.setattr(config, "set_flag", lambda self, flag: None)
+    with pytest.raises(twc.ConfigError, match=r"refused BuilderFlag\.SPARSE_WEIGHTS=True: it stayed"):
+        builder.build(build_inputs(options=twc.BuildOptions(sparse_weights=True)))
+    monkeypatch.setattr(config, "max_aux_streams", property(lambda self: 7, lambda self, value: None))
+    with pytest.raises(twc.ConfigError, match="refused max_aux_streams=2: it stayed 7"):
+        builder.build(build_inputs(options=twc.BuildOptions(max_aux_streams=2)))
+
+
 # ---- timing cache -----------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ import trt_warmcache as twc
 from trt_warmcache.builders import TensorRTBuilder
 from trt_warmcache.builders._config import APPLY, effective_config, expected_config
 from trt_warmcache.keys import engine_key
-from trt_warmcache.options import VALUE_RANGES, OptionSpec, Preset, option_specs
+from trt_warmcache.options import VALUE_RANGES, Preset, option_specs
 
 RELEASES, MATRIX = read_matrix(Path(__file__).parent.parent / "data" / "trt_api_matrix.txt")
 _, MORE = read_matrix(Path(__file__).parent.parent / "data" / "trt_api_matrix_more.txt")
@@ -84,6 +84,9 @@ VALUE_MEMBER = {
     ("timing", "editable"): "BuilderFlag.EDITABLE_TIMING_CACHE",
     ("tactics", "layers"): "IBuilderConfig.algorithm_selector",
     ("tactics", "entries"): "ITimingCache.update",
+    ("memory_pools", "dla_managed_sram"): "MemoryPoolType.DLA_MANAGED_SRAM",
+    ("memory_pools", "dla_local_dram"): "MemoryPoolType.DLA_LOCAL_DRAM",
+    ("memory_pools", "dla_global_dram"): "MemoryPoolType.DLA_GLOBAL_DRAM",
     ("memory_pools", "tactic_shared_memory"): "MemoryPoolType.TACTIC_SHARED_MEMORY",
     ("tactic_sources", "CUBLAS"): "TacticSource.CUBLAS",
     ("tactic_sources", "CUBLAS_LT"): "TacticSource.CUBLAS_LT",
@@ -173,13 +176,38 @@ def test_strongly_typed_range() -> None:
 @pytest.mark.parametrize("key", sorted(VALUE_RANGES), ids=str)
 def test_values_exist_exactly_where_their_members_do(key: tuple[str, str]) -> None:
     """Values that came later, or went earlier, than their option have ranges of their own."""
-    first, last = VALUE_RANGES[key]
-    spec = OptionSpec(key[0], "", first or (8, 6), last, rtx=False)
+    spec = VALUE_RANGES[key]
     if key == ("layer_precisions", "bfloat16"):
         assert {line for line in LINES if line in MORE["DataType.BF16"]} == {"10.3", "10.16", "11.4"}
         return
+    found = MATRIX[VALUE_MEMBER[key]]
     for release in CLASSIC:
-        assert spec.available("tensorrt", numbers(release)) is (release in MATRIX[VALUE_MEMBER[key]]), release
+        assert spec.available("tensorrt", numbers(release)) is (release in found), release
+    if option_specs()[key[0]].rtx and not key[1].startswith("dla_"):
+        assert spec.rtx is ("rtx-1.7.1" in found)
+
+
+@pytest.mark.parametrize("key", sorted(VALUE_RANGES), ids=str)
+def test_absent_values_are_refused_by_name(key: tuple[str, str]) -> None:
+    """A value that the version lacks is an error that names it and the versions that have it."""
+    option, value = key
+    given: Any = {
+        "memory_pools": {value: 1 << 20},
+        "preview_features": {value: True},
+        "tactic_sources": [value],
+        "layer_precisions": {"mul": value},
+        "tactics": {"layers": {"mul": (1, 2)}} if value == "layers" else {"entries": {"0x" + "1" * 32: 1}},
+    }.get(option, value)
+    options, spec, refused = twc.BuildOptions(**{option: given}), VALUE_RANGES[key], 0
+    for flavour, version in [("tensorrt", numbers(r)) for r in CLASSIC] + [("tensorrt_rtx", (1, 7, 1))]:
+        if spec.available(flavour, version) or not option_specs()[option].available(flavour, version):
+            continue
+        refused += 1
+        with pytest.raises(twc.ConfigError) as error:
+            options.require_available(flavour, version)
+        assert f"{option}={value!r} does not exist in" in error.value.message
+        assert spec.where() in error.value.message
+    assert refused
 
 
 @pytest.mark.parametrize("name", sorted(option_specs()))

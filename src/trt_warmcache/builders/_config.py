@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trt_warmcache._checks import stable_name
+from trt_warmcache.builders._log import TrtLog
 from trt_warmcache.errors import ConfigError
 from trt_warmcache.options import (
     BuildOptions,
@@ -273,19 +274,35 @@ APPLY: Mapping[str, Callable[[Setup, Any], None]] = {
 }
 
 
-def apply_options(setup: Setup, options: BuildOptions) -> None:
-    """Turn every option that was set.
+def apply_options(setup: Setup, options: BuildOptions, messages: TrtLog) -> None:
+    """Turn every option that was set, and make sure that TensorRT took it.
 
     Raises:
         ConfigError: The installed version refuses one.
     """
+    plain = options.to_json()
     for spec, value in options.chosen():
         try:
-            APPLY[spec.name](setup, value)
+            # A setter that refuses raises nothing; it logs an error and leaves things as they were.
+            with messages.aside() as told:
+                APPLY[spec.name](setup, value)
         except (AttributeError, TypeError, RuntimeError) as error:
-            raise ConfigError(
-                f"The installed {setup.trt.__name__} {setup.trt.__version__} refused option {spec.name}={value!r}: {error}"
-            ) from error
+            raise _refused(setup, spec.name, plain[spec.name], str(error)) from error
+        if told:
+            raise _refused(setup, spec.name, plain[spec.name], told[0])
+    with messages.aside():
+        effective = effective_config(setup, options)
+    flags, properties = expected_config(options)
+    for flag, on in flags.items():
+        if (flag in effective["flags"]) is not on:
+            raise _refused(setup, f"BuilderFlag.{flag}", on, "it stayed as it was.")
+    for name, value in properties.items():
+        if name in effective and effective[name] != value:
+            raise _refused(setup, name, value, f"it stayed {effective[name]!r}.")
+
+
+def _refused(setup: Setup, name: str, value: Any, why: str) -> ConfigError:
+    return ConfigError(f"The installed {setup.trt.__name__} {setup.trt.__version__} refused {name}={value!r}: {why}")
 
 
 def network_flags(trt: Any, options: BuildOptions) -> int:

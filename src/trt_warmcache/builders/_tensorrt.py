@@ -12,7 +12,8 @@ from typing import Any
 from trt_warmcache.builders._base import BuilderCapabilities, BuildInputs, BuildOutput, CalibrationRun
 from trt_warmcache.builders._config import Setup, without_deprecation
 from trt_warmcache.builders._device_lock import device_turn
-from trt_warmcache.builders._nvinfer import NvInferBuilder, TrtLog, make_logger
+from trt_warmcache.builders._log import TrtLog, make_logger
+from trt_warmcache.builders._nvinfer import NvInferBuilder
 from trt_warmcache.builders._selector import make_selector
 from trt_warmcache.builders._timing import (
     AttachedTiming,
