@@ -181,8 +181,9 @@ def test_closing_the_manager_ends_the_build(tmp_path: Path, model: Path) -> None
     assert children() == before
 
 
-def test_child_ends_with_its_parent(tmp_path: Path, model: Path) -> None:
-    """When the process that wants the engine is killed, its building process goes too and keeps no GPU."""
+def test_child_ends_with_its_parent(tmp_path: Path, model: Path, temporary: Path) -> None:
+    """When the process that wants the engine is killed, its building process goes too and keeps no GPU; the folder that it
+    left is swept by a later build, once it is old, and those of living builds never are."""
     code = (
         "import sys, trt_warmcache as twc\n"
         "from trt_warmcache.testing import FakeBuilder\n"
@@ -190,7 +191,8 @@ def test_child_ends_with_its_parent(tmp_path: Path, model: Path) -> None:
         " policy=twc.Policy(isolation='process'), memo=twc.DigestMemo(None))\n"
         "m.get(sys.argv[2], profiles={'x': ('1x4', '2x4', '8x4')})\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "store"), str(model)])
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "store"), str(model)], env=environment)
     try:
         deadline = time.monotonic() + 30
         child: set[int] = set()
@@ -198,15 +200,41 @@ def test_child_ends_with_its_parent(tmp_path: Path, model: Path) -> None:
             child = child_pids(parent.pid)
             time.sleep(0.02)
         assert child
+        (folder,) = leftovers(temporary)
+        build = IsolatedBuilder(LineBuilder("10.16", str(tmp_path / "locks"))).build
+        os.utime(temporary / folder, (0, 0))
+        build(build_inputs())
+        assert leftovers(temporary) == [folder]  # its owner lives
         parent.send_signal(signal.SIGKILL)
         parent.wait(10)
         state = Path(f"/proc/{child.pop()}/stat")
         while time.monotonic() < deadline and not ended(state):
             time.sleep(0.02)
         assert ended(state)
+        os.utime(temporary / folder)
+        build(build_inputs())
+        assert leftovers(temporary) == [folder]  # too young to be judged
+        os.utime(temporary / folder, (0, 0))
+        build(build_inputs())
+        assert leftovers(temporary) == []
     finally:
         parent.kill()
         parent.wait(10)
+
+
+def test_sweeping_leaves_what_is_not_its_own(tmp_path: Path, temporary: Path) -> None:
+    """Links and files under such a name stay, and so does what a link leads to."""
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("kept")
+    (temporary / "trt_warmcache-build-link").symlink_to(precious)
+    (temporary / "trt_warmcache-build-file").write_text("kept")
+    os.utime(precious, (0, 0))
+    os.utime(temporary / "trt_warmcache-build-file", (0, 0))
+    os.utime(temporary / "trt_warmcache-build-link", (0, 0), follow_symlinks=False)
+    IsolatedBuilder(LineBuilder("10.16", str(tmp_path / "locks"))).build(build_inputs())
+    assert sorted(leftovers(temporary)) == ["trt_warmcache-build-file", "trt_warmcache-build-link"]
+    assert (precious / "file").read_text() == "kept"
 
 
 def test_where_builds_run(tmp_path: Path, model: Path) -> None:

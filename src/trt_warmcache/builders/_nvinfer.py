@@ -8,7 +8,6 @@ is the one reported: a second one about the CUDA driver often follows and mislea
 from __future__ import annotations
 
 import importlib
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
@@ -17,6 +16,7 @@ from typing import Any
 
 from trt_warmcache.builders._base import BuilderCapabilities, BuildInputs, BuildOutput, LoadNeeds, Progress
 from trt_warmcache.builders._config import Setup, apply_options, effective_config, network_flags
+from trt_warmcache.builders._folder import working_folder
 from trt_warmcache.builders._library import LIBRARIES, find_library, loaded_library, module_available, version_of
 from trt_warmcache.builders._log import TrtLog, make_logger
 from trt_warmcache.builders._plan import check_header
@@ -451,5 +451,5 @@ def _parser_path(inputs: BuildInputs) -> Iterator[Path | None]:
         yield model.local_path
     else:
         # Remote models need their side files here; and parsers were reported to fail under non-ASCII folders.
-        with tempfile.TemporaryDirectory(prefix="trt_warmcache-") as folder:
-            yield model.stage(Path(folder))
+        with working_folder() as folder:
+            yield model.stage(folder)

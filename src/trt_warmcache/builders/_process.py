@@ -13,10 +13,8 @@ import json
 import mmap
 import os
 import select
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,6 +30,7 @@ from trt_warmcache.builders._base import (
     LoadNeeds,
     Progress,
 )
+from trt_warmcache.builders._folder import working_folder
 from trt_warmcache.errors import BuildError, ConfigError, WarmCacheError
 from trt_warmcache.options import BuildOptions
 from trt_warmcache.policy import Isolation, Policy
@@ -119,11 +118,8 @@ class IsolatedBuilder:
             BuildError: It failed, or its process died; with the last lines that it wrote.
         """
         inputs.checkpoint()
-        folder = Path(tempfile.mkdtemp(prefix="trt_warmcache-build-"))
-        try:
+        with working_folder() as folder:
             return self._run(inputs, folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def _run(self, inputs: BuildInputs, folder: Path) -> BuildOutput:
         job = self._job(inputs, folder)
@@ -199,9 +195,11 @@ class IsolatedBuilder:
         pending = b""
         while True:
             inputs.checkpoint()
-            ready, _, _ = select.select([pipe], [], [], _POLL)
+            # In this order: what the child wrote before it ended is read even if it ends between the two.
+            ended = child.poll() is not None
+            ready, _, _ = select.select([pipe], [], [], 0 if ended else _POLL)
             if not ready:
-                if child.poll() is not None:
+                if ended:
                     return
                 continue
             data = pipe.read(65536)
