@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.builders.support import A10, LineBuilder, build_inputs, seven_iterations
 from tests.fakes._build import read_plan
-from tests.support import PROFILE, tiny_model
+from tests.support import PROFILE, run_python, tiny_model
 
 import trt_warmcache as twc
 from trt_warmcache.builders import IsolatedBuilder, ProcessLimits, Progress, TensorRTRTXBuilder, isolated
@@ -116,7 +116,8 @@ def test_errors_come_back_whole(tmp_path: Path) -> None:
     [
         ("segfault", None, r"crashed \(SIGSEGV\); this process is unharmed"),
         ("kill", None, "was killed .SIGKILL."),
-        ("memory", 2 << 30, "ran out of memory"),
+        ("segfault", 8 << 30, r"crashed \(SIGSEGV\).* limited to 8589934592 bytes \(Policy\.build_memory_bytes\)"),
+        ("memory", 2 << 30, r"ran out of memory\. Its memory was limited to 2147483648 bytes"),
         ("exit", None, r"ended with exit code 7 and no result\. Its last words: about to leave"),
     ],
 )
@@ -138,6 +139,28 @@ def test_deaths_are_errors(
         started = time.monotonic()
         assert sound.get(model, profiles=PROFILE).outcome is twc.Outcome.BUILT
         assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 200 << 20, 600 << 20])
+def test_real_builds_out_of_memory(limit: int) -> None:
+    """However little memory a real build gets, at import, at loading or while building: an error that names the limit."""
+    inputs = build_inputs(tiny_model(width=64), profiles=FIXED, target=twc.Target())
+    with pytest.raises((twc.BuildError, twc.ConfigError), match=rf"limited to {limit} bytes"):
+        IsolatedBuilder(TensorRTRTXBuilder(), ProcessLimits(memory_bytes=limit)).build(inputs)
+
+
+def test_a_limit_above_the_machines_own(tmp_path: Path) -> None:
+    """Where the machine allows less than was asked for, its limit holds and the build runs."""
+    code = (
+        "import resource, sys\n"
+        "from tests.builders.support import LineBuilder, build_inputs\n"
+        "from trt_warmcache.builders import IsolatedBuilder, ProcessLimits\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (32 << 30, 32 << 30))\n"
+        "builder = IsolatedBuilder(LineBuilder('10.16', sys.argv[1]), ProcessLimits(memory_bytes=64 << 30))\n"
+        "print(builder.build(build_inputs()).plan.nbytes)\n"
+    )
+    path = os.pathsep.join(filter(None, sys.path))
+    assert int(run_python(code, tmp_path, env={"PYTHONPATH": path})) > 0
 
 
 def test_time_limit_ends_a_hanging_build(tmp_path: Path, model: Path) -> None:

@@ -224,7 +224,7 @@ class IsolatedBuilder:
         except (OSError, ValueError):
             raise BuildError(f"{self._fate(code)}{_last(tail)}", log=tail, exit_code=code) from None
         if "error" in result:
-            raise _error(result["error"], tail)
+            raise _error(result["error"], tail, self._limited())
         tactics = result.pop("tactics")
         timing = (folder / "timing.out").read_bytes() if result.pop("has_timing") else None
         return BuildOutput(
@@ -242,9 +242,12 @@ class IsolatedBuilder:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         if -code == signal.SIGKILL:
             return "The building process was killed (SIGKILL), most likely because the machine ran out of memory."
-        if self.limits.memory_bytes is not None:
-            return f"The building process died of {name}; its memory was limited to {self.limits.memory_bytes} bytes."
-        return f"The building process crashed ({name}); this process is unharmed."
+        return f"The building process crashed ({name}); this process is unharmed.{self._limited()}"
+
+    def _limited(self) -> str:
+        """The limit, for errors that it may be the reason of."""
+        limit = self.limits.memory_bytes
+        return "" if limit is None else f" Its memory was limited to {limit} bytes (Policy.build_memory_bytes)."
 
 
 def isolated(builder: EngineBuilder, policy: Policy, *, target: Target, configure: Any) -> EngineBuilder:
@@ -326,17 +329,19 @@ def callable_name(function: Any) -> str:
     return f"{module}:{name}"
 
 
-def _error(told: Mapping[str, Any], tail: tuple[str, ...]) -> BaseException:
+def _error(told: Mapping[str, Any], tail: tuple[str, ...], limited: str) -> BaseException:
     """The child's error, made anew here."""
     kind = getattr(errors, told["type"], None)
     if isinstance(kind, type) and issubclass(kind, WarmCacheError):
-        details = dict(told["details"])
+        details, message = dict(told["details"]), told["message"]
         if issubclass(kind, BuildError):
             details["log"] = tuple(details.get("log", ())) or tail
-        return kind(told["message"], **details)
+        if issubclass(kind, (BuildError, ConfigError)):
+            message += limited  # what cannot be loaded or allocated may only lack memory
+        return kind(message, **details)
     if told["type"] == "MemoryError":
-        return BuildError("The building process ran out of memory." + _last(tail), log=tail)
-    return BuildError(f"The build failed with {told['type']}: {told['message']}", log=tail)
+        return BuildError(f"The building process ran out of memory.{limited}{_last(tail)}", log=tail)
+    return BuildError(f"The build failed with {told['type']}: {told['message']}{limited}", log=tail)
 
 
 def _map(path: Path) -> memoryview:
