@@ -325,7 +325,7 @@ class NvInferBuilder:
             )
         if needs.weights is not None:
             refit(trt, engine, logger, needs.weights, messages.reason)
-            check_refitted(engine, plan.nbytes)
+            check_refitted(trt, engine, plan.nbytes)
         return engine
 
     def _require_plugins(self, trt: Any, logger: Any, runtime: Any, needs: LoadNeeds) -> None:

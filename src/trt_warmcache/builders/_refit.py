@@ -69,17 +69,21 @@ def _require_all(refitter: Any) -> None:
         )
 
 
-def check_refitted(engine: Any, stripped_bytes: int) -> None:
+def check_refitted(trt: Any, engine: Any, stripped_bytes: int) -> None:
     """Make sure that an engine which was refitted really carries weights now.
 
     Args:
+        trt: The bindings.
         engine: ``ICudaEngine`` after the refit.
         stripped_bytes: Size of the plan it came from.
 
     Raises:
         IntegrityError: Serialized, it is no larger than before.
     """
-    serialized = engine.serialize()
+    # An engine that came without weights may leave them out by default, although it has them now.
+    config = engine.create_serialization_config()
+    config.clear_flag(trt.SerializationFlag.EXCLUDE_WEIGHTS)
+    serialized = engine.serialize_with_config(config)
     size = 0 if serialized is None else memoryview(serialized).nbytes
     if size <= stripped_bytes:
         raise IntegrityError(
