@@ -199,7 +199,7 @@ def _switch(doc: str, *, default: bool | None = False, **where: Any) -> Any:
 
 
 @strict_fields
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class BuildOptions:
     """Everything a build can be told. None, the default of every field, leaves TensorRT's own default in force.
 
@@ -228,8 +228,8 @@ class BuildOptions:
         "How strictly `layer_precisions` bind.", until=(10, 16), rtx=False, instead=_FROM_MODEL
     )
     layer_precisions: Mapping[str, str] | Sequence[tuple[str, str]] | None = _option(
-        "Precision by layer-name pattern (shell wildcards): float32, float16, bfloat16 or int8; a mapping or a list of "
-        "pairs. Later patterns win, so their order counts.",
+        "Precision by layer name or pattern (shell wildcards): float32, float16, bfloat16 or int8; a mapping or a list "
+        "of pairs. Later patterns win, so their order counts. Only a hint unless `precision_constraints` says otherwise.",
         until=(10, 16),
         rtx=False,
         instead=_FROM_MODEL,
@@ -383,6 +383,9 @@ class BuildOptions:
         affects_plan=False,
         instead="TensorRT-RTX has no timing cache.",
     )
+    monitor_memory: bool | None = _option(
+        "Log the memory that the build takes; see the logger trt_warmcache.tensorrt.", since=(10, 6), affects_plan=False
+    )
     builder_threads: int | None = _option("Threads that the builder may use.", affects_plan=False)
 
     def __post_init__(self) -> None:
@@ -421,24 +424,38 @@ class BuildOptions:
         # anyway. Requests of one process rarely differ in anything but values.
         return hash(tuple([name for name, value in self.__dict__.items() if value is not None]))
 
+    def __repr__(self) -> str:
+        return f"BuildOptions({', '.join(f'{spec.name}={_plain(value)!r}' for spec, value in self.chosen())})"
+
     @classmethod
     def preset(
-        cls, preset: Preset | str, *, version: tuple[int, ...], flavour: str = "tensorrt", **overrides: Any
+        cls,
+        preset: Preset | Literal["fast", "balanced", "max"],
+        *,
+        version: tuple[int, ...] | str,
+        flavour: Literal["tensorrt", "tensorrt_rtx"] = "tensorrt",
+        **overrides: Any,
     ) -> BuildOptions:
         """Options that narrow or widen TensorRT's search, mapped to what a version offers.
 
         Args:
             preset: See :class:`Preset`.
-            version: TensorRT's version, for example ``(10, 13)``.
-            flavour: ``"tensorrt"`` or ``"tensorrt_rtx"``.
+            version: TensorRT's version, for example ``(10, 13)`` or ``"10.13.3"``.
+            flavour: Which TensorRT that is.
             **overrides: Fields to set on top.
+
+        Raises:
+            ConfigError: An unknown preset or flavour, or something that is no version.
         """
+        if flavour not in {"tensorrt", "tensorrt_rtx"}:
+            raise ConfigError(f"flavour must be 'tensorrt' or 'tensorrt_rtx', not {flavour!r}.")
+        numbers = _version_numbers(version)
         wanted: dict[Preset, dict[str, Any]] = {
             Preset.FAST: {
                 "optimization_level": 1,
                 "max_tactics": 1,
                 "avg_timing_iterations": 1,
-                "tiling": TilingLevel.NONE,
+                "tactic_heuristic": True,
             },
             Preset.BALANCED: {},
             Preset.MAX: {"optimization_level": 5, "avg_timing_iterations": 8, "tiling": TilingLevel.FULL},
@@ -447,7 +464,7 @@ class BuildOptions:
         chosen = {
             name: value
             for name, value in wanted[to_enum(Preset, preset, "preset")].items()
-            if specs[name].available(flavour, version)
+            if specs[name].available(flavour, numbers)
         }
         return cls(**{**chosen, **overrides})
 
@@ -543,6 +560,17 @@ def _parts(value: Any) -> Iterator[str]:
     elif isinstance(plain, list):
         for item in plain:
             yield item[1] if isinstance(item, list) else item
+
+
+def _version_numbers(version: object) -> tuple[int, ...]:
+    parts = version.split(".") if isinstance(version, str) else version
+    try:
+        numbers = tuple(int(part) for part in parts)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        numbers = ()
+    if len(numbers) < 2:
+        raise ConfigError(f"version must be a version of TensorRT such as (10, 13) or '10.13.3', not {version!r}.")
+    return numbers
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 from tests.builders.support import A10, build_inputs
 from tests.fakes import LINES, Gpu, Line, make_tensorrt, record_of
@@ -73,8 +74,6 @@ def test_quiet_failures_speak(line: Line, locks: Path) -> None:
         builder.build(build_inputs())
     assert any("Error Code 10" in entry for entry in failed.value.log)
     builder, _ = make(line, locks)
-    import onnx
-
     broken = onnx.load_model_from_string(tiny_model())
     broken.graph.node[1].op_type, broken.graph.node[1].domain = "Nonsense", "com.example"
     with pytest.raises(twc.ModelError, match="No importer registered for op: Nonsense") as refused:
@@ -150,6 +149,11 @@ def test_layer_precisions(line: Line, locks: Path) -> None:
     plan = read_plan(builder.build(build_inputs(options=options)).plan)
     assert plan["precisions"] == {"mul": "HALF", "act": "FLOAT"}
     assert {"FP16", "OBEY_PRECISION_CONSTRAINTS"} <= set(plan["flags"])
+    named = onnx.load_model_from_string(tiny_model())
+    named.graph.node[0].name = "(Unnamed Layer* 0) [MatMul]"
+    exact = twc.BuildOptions(layer_precisions={"(Unnamed Layer* 0) [MatMul]": "float16"})
+    plan = read_plan(builder.build(build_inputs(named.SerializeToString(), options=exact)).plan)
+    assert plan["precisions"] == {"(Unnamed Layer* 0) [MatMul]": "HALF"}
     with pytest.raises(twc.ConfigError, match="no layer matches 'nothing'"):
         builder.build(build_inputs(options=twc.BuildOptions(layer_precisions={"nothing": "float16"})))
 
@@ -443,6 +447,25 @@ def test_one_build_per_gpu_at_a_time(locks: Path) -> None:
         assert most == [1]
         list(pool.map(build, [f"GPU-{number}" for number in range(4)], [together.wait] * 4))
     assert not together.broken
+
+
+def test_targets_that_do_not_name_their_gpu_wait_for_this_ones_turn(locks: Path) -> None:
+    """A spelled-out target is built for on this process's GPU, so its turn is the same as a detected target's."""
+    from trt_warmcache.builders._device_lock import device_turn
+
+    class Here(TensorRTBuilder):
+        def current_device(self) -> str:
+            return "GPU-a10"
+
+    def impatient() -> None:
+        if next(calls) > 6:
+            raise twc.BuildTimeout("enough")
+
+    nameless = twc.Target(**{**A10.to_json(), "uuid": None})
+    builder, calls = Here(make_tensorrt("10.16"), lock_folder=locks), iter(range(100))
+    with device_turn("GPU-a10", lambda: None, folder=locks), pytest.raises(twc.BuildTimeout, match="enough"):
+        builder.build(build_inputs(target=nameless, checkpoint=impatient))
+    assert builder.build(build_inputs(target=nameless)).plan.nbytes > 0
 
 
 def test_waiting_for_the_gpu_can_be_cancelled(locks: Path) -> None:

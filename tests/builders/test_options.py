@@ -67,6 +67,7 @@ MEMBER = {
     "timing": "IBuilderConfig.set_timing_cache",
     "timing_scope": "IBuilderConfig.set_timing_cache",
     "compilation_cache": "BuilderFlag.DISABLE_COMPILATION_CACHE",
+    "monitor_memory": "BuilderFlag.MONITOR_MEMORY",
     "builder_threads": "Builder.max_threads",
 }
 #: Members that exist where the option is refused on purpose, and why: (until, reason).
@@ -336,6 +337,25 @@ def test_presets_hold_only_what_the_version_has(preset: Preset, release: str) ->
     assert options.max_aux_streams == 1
     level = {Preset.FAST: 1, Preset.BALANCED: None, Preset.MAX: 5}[preset]
     assert options.optimization_level == level
+
+
+def test_presets_take_versions_as_people_write_them() -> None:
+    """A version is a tuple or a text; what is neither, and an unknown flavour, is refused and not taken for classic."""
+    texts = twc.BuildOptions.preset("fast", version="10.13.3.9")
+    assert texts == twc.BuildOptions.preset(Preset.FAST, version=(10, 13))
+    assert texts.max_tactics == 1
+    assert twc.BuildOptions.preset("fast", version="8.6.1").tactic_heuristic is True
+    for wrong in ({"version": "ten"}, {"version": 10}, {"version": "10"}, {"version": "10.13", "flavour": "rtx"}):
+        with pytest.raises(twc.ConfigError):
+            twc.BuildOptions.preset("fast", **wrong)
+    with pytest.raises(twc.ConfigError, match="must be one of 'fast', 'balanced', 'max'"):
+        twc.BuildOptions.preset("faster", version="10.13")  # type: ignore[arg-type]
+
+
+def test_options_show_what_was_set() -> None:
+    """The text of options, in errors and logs, is what was given and no more."""
+    options = twc.BuildOptions(refit="individual", refittable_weights=["w"], tf32=False)
+    assert repr(options) == "BuildOptions(tf32=False, refit='individual', refittable_weights=['w'])"
 
 
 def test_spellings_are_one_option() -> None:

@@ -83,6 +83,7 @@ def test_defaults_spelled_out_change_nothing(plain: str) -> None:
         {"strict_nans": True},
         {"distributive_independence": True},
         {"builder_threads": 2},
+        {"monitor_memory": True},
         {"native_instancenorm": True},
         {"preview_features": {"runtime_activation_resize": True}},
     ],

@@ -187,7 +187,8 @@ def _layer_precisions(setup: Setup, rules: tuple[tuple[str, str], ...]) -> None:
     for index in range(setup.network.num_layers):
         layer = setup.network.get_layer(index)
         for pattern, kind in rules:
-            if fnmatch.fnmatchcase(layer.name, pattern):
+            # TensorRT's own names have brackets in them, which mean something else in a pattern.
+            if layer.name == pattern or fnmatch.fnmatchcase(layer.name, pattern):
                 layer.precision = setup.member("DataType", _LAYER_TYPES[kind])
                 unused.discard(pattern)
     if unused:
@@ -270,6 +271,7 @@ APPLY: Mapping[str, Callable[[Setup, Any], None]] = {
     "timing": _timing,
     "timing_scope": _elsewhere,
     "compilation_cache": _compilation_cache,
+    "monitor_memory": _flag("MONITOR_MEMORY"),
     "builder_threads": _threads,
 }
 
@@ -393,7 +395,7 @@ _SHOWN_FLAGS = {
     "distributive_independence": "DISTRIBUTIVE_INDEPENDENCE", "version_compatible": "VERSION_COMPATIBLE",
     "exclude_lean_runtime": "EXCLUDE_LEAN_RUNTIME", "strip_plan": "STRIP_PLAN", "weight_streaming": "WEIGHT_STREAMING",
     "gpu_fallback": "GPU_FALLBACK", "direct_io": "DIRECT_IO", "require_user_allocation": "REQUIRE_USER_ALLOCATION",
-    "tactic_heuristic": "ENABLE_TACTIC_HEURISTIC",
+    "tactic_heuristic": "ENABLE_TACTIC_HEURISTIC", "monitor_memory": "MONITOR_MEMORY",
 }  # fmt: skip
 _SHOWN_PROPERTIES = {
     "optimization_level": "builder_optimization_level",

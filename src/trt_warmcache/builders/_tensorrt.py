@@ -232,7 +232,9 @@ class TensorRTBuilder(NvInferBuilder):
         )
 
     def _turn(self, inputs: BuildInputs) -> AbstractContextManager[None]:
-        return device_turn(inputs.target.uuid or "any GPU", inputs.checkpoint, folder=self._lock_folder)
+        # A target that does not name its GPU is built for on this process's: the turn is that GPU's all the same.
+        device = inputs.target.uuid or self.current_device() or "any GPU"
+        return device_turn(device, inputs.checkpoint, folder=self._lock_folder)
 
     # ---- timing caches ------------------------------------------------------------------------------------------
 
