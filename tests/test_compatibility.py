@@ -161,7 +161,7 @@ def test_host_code_only_by_request(tmp_path: Path, model: Path) -> None:
             manager.builder.deserialize(plan)
 
 
-LADDER = ("same_compute_capability", "ampere_plus", "version_compatible")
+LADDER: Any = ("same_compute_capability", "ampere_plus", "version_compatible")
 
 
 @pytest.mark.parametrize(
