@@ -13,7 +13,6 @@ from tests.fakes import make_tensorrt
 from tests.support import PROFILE, tiny_model
 
 import trt_warmcache as twc
-from trt_warmcache import progress
 from trt_warmcache.builders import TensorRTBuilder
 from trt_warmcache.events import Event, EventKind
 from trt_warmcache.judge import History, drift, fingerprint
@@ -208,40 +207,3 @@ def test_no_third_build(tmp_path: Path) -> None:
             with pytest.raises(twc.IncompatibleError):
                 manager.get(tiny_model(), profiles=PROFILE).deserialize()
         assert fresh.builds == 1
-
-
-# ---- notebooks ------------------------------------------------------------------------------------------------------
-
-
-class Bar:
-    """Stands for a tqdm bar."""
-
-    made: list[Bar] = []  # noqa: RUF012  emptied by the test that reads it
-
-    def __init__(self, **options: Any) -> None:
-        self.options, self.n, self.closed = options, 0, False
-        Bar.made.append(self)
-
-    def update(self, n: int) -> None:
-        self.n += n
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_notebook_hook(tmp_path: Path) -> None:
-    """One bar per build and outer phase, filled to the end and closed, also when the build fails."""
-    Bar.made.clear()
-    with make(tmp_path / "s", FakeBuilder(steps=5), hooks=[progress.notebook_hook(Bar)]) as manager:
-        manager.get(tiny_model(), profiles=PROFILE, name="tiny")
-    (bar,) = Bar.made
-    assert bar.options["total"] == 5
-    assert bar.options["desc"].startswith("tiny_")
-    assert bar.closed
-    assert bar.n == 4
-    with (
-        make(tmp_path / "s", FakeBuilder(error=twc.BuildError("no")), hooks=[progress.notebook_hook(Bar)]) as manager,
-        pytest.raises(twc.BuildError),
-    ):
-        manager.get(tiny_model(weight=2.0), profiles=PROFILE)
-    assert all(one.closed for one in Bar.made)
