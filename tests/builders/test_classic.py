@@ -406,6 +406,15 @@ def test_recording_without_or_by_a_complete_cache(line: Line, locks: Path) -> No
             builder.build(build_inputs(options=require))
 
 
+@pytest.mark.parametrize("line", EDITABLE)
+def test_nothing_to_record_is_told(line: Line, locks: Path) -> None:
+    """Where nothing was timed there is no record, and the entry says so."""
+    options = twc.BuildOptions(record_tactics=True, optimization_level=0)
+    output = make(line, locks)[0].build(build_inputs(options=options))
+    assert output.tactics is None
+    assert output.warnings == ("record_tactics found nothing to record: TensorRT timed nothing in this build.",)
+
+
 @pytest.mark.parametrize("line", SELECTOR)
 def test_layers_that_never_occur_are_told(line: Line, locks: Path) -> None:
     """A recorded layer that TensorRT never asks about was pinned by nobody: an error, not silence."""

@@ -54,6 +54,7 @@ def test_builds_are_reproducible(plain: str) -> None:
         {"weight_streaming": True},
         {"refit": "individual"},
         {"require_user_allocation": True},
+        {"memory_pools": {"tactic_shared_memory": 1 << 14}},
     ],
     ids=str,
 )
@@ -78,6 +79,7 @@ def test_defaults_spelled_out_change_nothing(plain: str) -> None:
         {"max_aux_streams": 1},
         {"workspace": 1 << 28},
         {"sparse_weights": True},
+        {"memory_pools": {"tactic_dram": 1 << 28}},
         {"direct_io": True},
         {"debug": True},
         {"strict_nans": True},

@@ -203,6 +203,13 @@ class TensorRTBuilder(NvInferBuilder):
             )
 
     def _add_extras(self, output: BuildOutput, extras: _Extras, inputs: BuildInputs) -> BuildOutput:
+        output = self._with_records(output, extras, inputs)
+        if inputs.options.record_tactics and output.tactics is None:
+            told = "record_tactics found nothing to record: TensorRT timed nothing in this build."
+            output = replace(output, warnings=(*output.warnings, told))
+        return output
+
+    def _with_records(self, output: BuildOutput, extras: _Extras, inputs: BuildInputs) -> BuildOutput:
         tactics = None
         if extras.selector is not None:
             strangers = extras.selector.not_asked()
