@@ -83,6 +83,57 @@ def test_quiet_failures_speak(line: Line, locks: Path) -> None:
 
 
 @pytest.mark.parametrize("line", LINES)
+def test_errors_reach_their_own_operation(line: Line, locks: Path) -> None:
+    """TensorRT may log to the first logger that it was ever given; the reason of each failure still reaches its caller."""
+    builder, module = make(line, locks)
+    world, loggers = module._fake, list[Any]()
+    log = type(world).log
+
+    def first_wins(logger: Any, severity: str, message: str, recorder: Any = None) -> None:
+        loggers.append(logger)
+        log(world, loggers[0], severity, message, recorder)
+
+    world.log = first_wins
+    engine = builder.deserialize(memoryview(builder.build(build_inputs()).plan))
+    world.fail_build = "Error Code 10: no implementation"
+    with pytest.raises(twc.BuildError, match="no implementation") as failed:
+        TensorRTBuilder(module, lock_folder=locks).build(build_inputs())
+    assert len(failed.value.log) < 5
+    assert engine.num_layers == 2
+    assert len({id(logger) for logger in loggers}) == 1
+
+
+def test_lines_of_one_operation(locks: Path) -> None:
+    """Lines go to the operation of the thread that logs them; those of TensorRT's own threads go to all that listen."""
+    from trt_warmcache.builders._log import TrtLog, listening
+
+    module = make_tensorrt("11.4")
+    severity = module.ILogger.Severity.ERROR
+    with listening(module) as (logger, outer):
+        with listening(module) as (same, inner):
+            assert same is logger
+            logger.log(severity, "inner")
+        elsewhere = list[TrtLog]()
+
+        def listen() -> None:
+            with listening(module) as (_, messages):
+                logger.log(severity, "elsewhere")
+                elsewhere.append(messages)
+                stranger = threading.Thread(target=logger.log, args=(severity, "a thread of TensorRT's own"))
+                stranger.start()
+                stranger.join()
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        thread.join()
+        logger.log(severity, "outer")
+    logger.log(severity, "nobody listens")
+    assert inner.errors == ["inner"]
+    assert elsewhere[0].errors == ["elsewhere", "a thread of TensorRT's own"]
+    assert outer.errors == ["a thread of TensorRT's own", "outer"]
+
+
+@pytest.mark.parametrize("line", LINES)
 def test_missing_profile_is_tensorrts_own_error(line: Line, locks: Path) -> None:
     """A dynamic input without a profile cannot be built, and the reason is passed on."""
     inputs = build_inputs()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,22 @@ def test_what_fails_without_a_gpu_says_so(options: dict[str, Any]) -> None:
     with pytest.raises((twc.BuildError, twc.ConfigError)) as failed:
         build(options)
     assert len(failed.value.message) > 40
+
+
+def test_failures_beside_good_builds() -> None:
+    """Builds in several threads: the failing ones have their own reasons, the good ones none of those."""
+    wrong = build_inputs(tiny_model(width=64), profiles=FIXED, target=PORTABLE, options=twc.BuildOptions(workspace=1))
+
+    def fail() -> str:
+        with pytest.raises(twc.BuildError) as failed:
+            TensorRTRTXBuilder().build(wrong)
+        return failed.value.message
+
+    with ThreadPoolExecutor(4) as pool:
+        failures = [pool.submit(fail) for _ in range(4)]
+        good = [pool.submit(build) for _ in range(4)]
+        assert all("workspace limit" in failure.result() for failure in failures)
+        assert all(one.result().warnings == () for one in good)
 
 
 def test_check_plan() -> None:

@@ -18,7 +18,7 @@ from trt_warmcache.builders._base import BuilderCapabilities, BuildInputs, Build
 from trt_warmcache.builders._config import Setup, apply_options, effective_config, network_flags
 from trt_warmcache.builders._folder import working_folder
 from trt_warmcache.builders._library import LIBRARIES, find_library, loaded_library, module_available, version_of
-from trt_warmcache.builders._log import TrtLog, make_logger
+from trt_warmcache.builders._log import TrtLog, listening
 from trt_warmcache.builders._plan import check_header
 from trt_warmcache.builders._plugins import PluginLoader, creators
 from trt_warmcache.builders._refit import check_refitted, refit
@@ -136,10 +136,12 @@ class NvInferBuilder:
     def build(self, inputs: BuildInputs) -> BuildOutput:
         self.check(inputs.options, inputs.target)
         trt = self._trt()
-        messages = TrtLog()
+        with listening(trt) as (logger, messages):
+            return self._build(trt, logger, messages, inputs)
+
+    def _build(self, trt: Any, logger: Any, messages: TrtLog, inputs: BuildInputs) -> BuildOutput:
         # Everything below stays referenced by locals until the plan exists: the bindings keep only some of it alive,
         # and a parser does not keep its network.
-        logger = make_logger(trt, messages)
         builder = self._create_builder(trt, logger, messages)
         plugins = self._load_plugins(trt, logger, builder, inputs)
         inputs.checkpoint()
@@ -305,8 +307,10 @@ class NvInferBuilder:
         needs = needs or LoadNeeds()
         self.check_plan(plan, older=needs.host_code)
         trt = self._trt()
-        messages = TrtLog()
-        logger = make_logger(trt, messages)
+        with listening(trt) as (logger, messages):
+            return self._load(trt, logger, messages, plan, needs)
+
+    def _load(self, trt: Any, logger: Any, messages: TrtLog, plan: memoryview, needs: LoadNeeds) -> Any:
         try:
             runtime = trt.Runtime(logger)
         except TypeError as error:

@@ -12,7 +12,7 @@ from typing import Any
 from trt_warmcache.builders._base import BuilderCapabilities, BuildInputs, BuildOutput, CalibrationRun
 from trt_warmcache.builders._config import Setup, without_deprecation
 from trt_warmcache.builders._device_lock import device_turn
-from trt_warmcache.builders._log import TrtLog, make_logger
+from trt_warmcache.builders._log import TrtLog, listening
 from trt_warmcache.builders._nvinfer import NvInferBuilder
 from trt_warmcache.builders._selector import make_selector
 from trt_warmcache.builders._timing import (
@@ -287,10 +287,9 @@ class TensorRTBuilder(NvInferBuilder):
             raise ConfigError(
                 f"TensorRT {self.version()} cannot list or edit a timing cache; that needs TensorRT 10.8 or later."
             )
-        messages = TrtLog()
-        logger = make_logger(trt, messages)
-        builder = self._create_builder(trt, logger, messages)
-        yield trt, builder.create_builder_config(), messages
+        with listening(trt) as (logger, messages):
+            builder = self._create_builder(trt, logger, messages)
+            yield trt, builder.create_builder_config(), messages
 
     @staticmethod
     def _load_timing(config: Any, blob: bytes, messages: TrtLog) -> Any:
