@@ -34,7 +34,16 @@ def of_kind(events: list[Event], kind: EventKind) -> list[str]:
 
 # ---- drift ----------------------------------------------------------------------------------------------------------
 
-OPTIONS = twc.BuildOptions(optimization_level=4, fp16=True, tiling="fast", refit="all")
+OPTIONS = twc.BuildOptions(
+    optimization_level=4,
+    fp16=True,
+    tiling="fast",
+    refit="all",
+    tactic_sources=["JIT_CONVOLUTIONS"],
+    preview_features={"profile_sharing": True},
+    calibrate_before_fusion=True,
+    workspace=1 << 25,
+)
 
 
 def test_no_drift_without_a_change(tmp_path: Path) -> None:
@@ -51,6 +60,10 @@ def test_no_drift_without_a_change(tmp_path: Path) -> None:
         ({"flags": ["REFIT", "TF32"]}, "builder flag FP16 was off and would be on"),
         ({"builder_optimization_level": 3}, "builder_optimization_level was 3 and would be 4"),
         ({"tiling_optimization_level": "NONE"}, "tiling_optimization_level was NONE and would be FAST"),
+        ({"tactic_sources": []}, "tactic_sources was [] and would be ['JIT_CONVOLUTIONS']"),
+        ({"preview_features": []}, "preview feature profile_sharing was off and would be on"),
+        ({"quantization_flags": []}, "quantization flag CALIBRATE_BEFORE_FUSION was off and would be on"),
+        ({"memory_pools": {"workspace": 1}}, "memory pool workspace was 1 and would be 33554432"),
     ],
 )
 def test_recorded_configuration_that_would_differ_today(tmp_path: Path, record: dict[str, Any], text: str) -> None:

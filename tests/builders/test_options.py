@@ -13,8 +13,8 @@ from tests.fakes.test_fakes_matrix import read_matrix
 
 import trt_warmcache as twc
 from trt_warmcache.builders import TensorRTBuilder
-from trt_warmcache.builders._config import APPLY, effective_config, expected_config
-from trt_warmcache.keys import engine_key
+from trt_warmcache.builders._config import APPLY, disagreements, effective_config
+from trt_warmcache.keys import EngineKey, engine_key
 from trt_warmcache.options import VALUE_RANGES, Preset, option_specs
 
 RELEASES, MATRIX = read_matrix(Path(__file__).parent.parent / "data" / "trt_api_matrix.txt")
@@ -146,6 +146,18 @@ def sample(name: str) -> dict[str, Any]:
     return {**beside.get(name, {}), name: VALUES.get(name, True)}
 
 
+def key(**options: Any) -> EngineKey:
+    """The key of one and the same engine but for its options."""
+    return engine_key(
+        model="blake3:0",
+        profiles=(),
+        options=twc.BuildOptions(**options),
+        flavour="tensorrt",
+        version="10.16.1.11",
+        target=A10,
+    )
+
+
 def test_every_option_is_applied_and_accounted_for() -> None:
     """The table, what applies it, and this test know the same options."""
     specs = option_specs()
@@ -174,24 +186,24 @@ def test_strongly_typed_range() -> None:
     assert {line for line in LINES if line in MORE["ILayer.precision"]} == {"8.6", "10.3", "10.16"}
 
 
-@pytest.mark.parametrize("key", sorted(VALUE_RANGES), ids=str)
-def test_values_exist_exactly_where_their_members_do(key: tuple[str, str]) -> None:
+@pytest.mark.parametrize("named", sorted(VALUE_RANGES), ids=str)
+def test_values_exist_exactly_where_their_members_do(named: tuple[str, str]) -> None:
     """Values that came later, or went earlier, than their option have ranges of their own."""
-    spec = VALUE_RANGES[key]
-    if key == ("layer_precisions", "bfloat16"):
+    spec = VALUE_RANGES[named]
+    if named == ("layer_precisions", "bfloat16"):
         assert {line for line in LINES if line in MORE["DataType.BF16"]} == {"10.3", "10.16", "11.4"}
         return
-    found = MATRIX[VALUE_MEMBER[key]]
+    found = MATRIX[VALUE_MEMBER[named]]
     for release in CLASSIC:
         assert spec.available("tensorrt", numbers(release)) is (release in found), release
-    if option_specs()[key[0]].rtx and not key[1].startswith("dla_"):
+    if option_specs()[named[0]].rtx and not named[1].startswith("dla_"):
         assert spec.rtx is ("rtx-1.7.1" in found)
 
 
-@pytest.mark.parametrize("key", sorted(VALUE_RANGES), ids=str)
-def test_absent_values_are_refused_by_name(key: tuple[str, str]) -> None:
+@pytest.mark.parametrize("named", sorted(VALUE_RANGES), ids=str)
+def test_absent_values_are_refused_by_name(named: tuple[str, str]) -> None:
     """A value that the version lacks is an error that names it and the versions that have it."""
-    option, value = key
+    option, value = named
     given: Any = {
         "memory_pools": {value: 1 << 20},
         "preview_features": {value: True},
@@ -199,7 +211,7 @@ def test_absent_values_are_refused_by_name(key: tuple[str, str]) -> None:
         "layer_precisions": {"mul": value},
         "tactics": {"layers": {"mul": (1, 2)}} if value == "layers" else {"entries": {"0x" + "1" * 32: 1}},
     }.get(option, value)
-    options, spec, refused = twc.BuildOptions(**{option: given}), VALUE_RANGES[key], 0
+    options, spec, refused = twc.BuildOptions(**{option: given}), VALUE_RANGES[named], 0
     for flavour, version in [("tensorrt", numbers(r)) for r in CLASSIC] + [("tensorrt_rtx", (1, 7, 1))]:
         if spec.available(flavour, version) or not option_specs()[option].available(flavour, version):
             continue
@@ -235,16 +247,6 @@ def test_options_change_the_key_as_declared(name: str) -> None:
     """An option that can change the plan changes the key, and one that cannot does not."""
     spec = option_specs()[name]
 
-    def key(**options: Any) -> str:
-        return engine_key(
-            model="blake3:0",
-            profiles=(),
-            options=twc.BuildOptions(**options),
-            flavour="tensorrt",
-            version="10.16.1.11",
-            target=A10,
-        ).digest
-
     beside = {other: value for other, value in sample(name).items() if other != name}
     assert (key(**sample(name)) != key(**beside)) is spec.affects_plan
     again = twc.BuildOptions.from_json(twc.BuildOptions(**sample(name)).to_json())
@@ -257,16 +259,6 @@ DEFAULTS = {name: spec.default for name, spec in option_specs().items() if spec.
 
 def test_defaults_spelled_out_are_the_same_request() -> None:
     """An option set to what TensorRT does anyway is no other engine: same key, and the parts do not mention it."""
-
-    def key(**options: Any) -> Any:
-        return engine_key(
-            model="blake3:0",
-            profiles=(),
-            options=twc.BuildOptions(**options),
-            flavour="tensorrt",
-            version="10.16.1.11",
-            target=A10,
-        )
 
     assert {"fp16", "tf32", "hardware_compatibility", "tiling", "version_compatible"} <= set(DEFAULTS)
     for name, value in DEFAULTS.items():
@@ -311,20 +303,35 @@ def test_options_reach_the_fake_of_their_line(line: Line, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_expected_config_agrees_with_the_real_one(line: Line, tmp_path: Path) -> None:
-    """What is predicted from the options without TensorRT is what TensorRT then says itself."""
+def test_disagreements_are_told_of_every_setting(line: Line, tmp_path: Path) -> None:
+    """What TensorRT says of itself agrees with the options that were set, and what it said without them does not."""
     builder = TensorRTBuilder(make_tensorrt(line), lock_folder=tmp_path)
+    plain = builder.build(build_inputs()).config
     for name, spec in option_specs().items():
-        if not spec.available("tensorrt", numbers(line)) or name in {"tactics", "dla_core", "strongly_typed"}:
+        if not spec.available("tensorrt", numbers(line)):
             continue
         options = twc.BuildOptions(**sample(name))
         try:
             config = builder.build(build_inputs(options=options)).config
-        except twc.ConfigError:
+        except (twc.ConfigError, twc.BuildError):
             continue
-        flags, properties = expected_config(options)
-        assert {flag: flag in config["flags"] for flag in flags} == flags
-        assert {name: config[name] for name in properties} == properties
+        assert list(disagreements(options, config)) == [], name
+        shown = config != plain and name not in {
+            "timing",
+            "compilation_cache",
+            "record_tactics",
+            "workspace",
+            "memory_pools",
+        }
+        assert bool(list(disagreements(options, plain))) is shown, name
+    assert list(disagreements(twc.BuildOptions(workspace=5), {"memory_pools": {"workspace": 7}})) == [
+        ("memory pool workspace", 7, 5)
+    ]
+    sram = twc.BuildOptions(memory_pools={"dla_managed_sram": 3 << 20})
+    assert list(disagreements(sram, {"memory_pools": {"dla_managed_sram": 2 << 20}})) == []
+    assert list(disagreements(sram, {"memory_pools": {"dla_managed_sram": 0}})) == [
+        ("memory pool dla_managed_sram", 0, 3 << 20)
+    ]
 
 
 @pytest.mark.parametrize("preset", list(Preset))

@@ -19,7 +19,7 @@ REFUSED = {
     "tactics": "tactics='layers' does not exist in TensorRT 11.4.0",
     "preview_features": "preview_features='profile_sharing' does not exist in TensorRT 11.4.0",
     "dla_core": "this machine has 0 DLA cores",
-    "hardware_compatibility": "refused hardware_compatibility_level='AMPERE_PLUS': it stayed 'NONE'",
+    "hardware_compatibility": "hardware_compatibility_level was to be AMPERE_PLUS and stayed NONE",
     "runtime_platform": "refused runtime_platform='windows_amd64': IBuilderConfig::setRuntimePlatform",
     "build_route": "refused build_route='x=1'",
     "engine_capability": "Could not find any implementation",
