@@ -250,6 +250,10 @@ def test_validity_bits(bits: int, error: type[Exception] | None, text: str) -> N
             return "INVALID", bits
 
     check = TensorRTRTXBuilder()._check_runtime
+    header = memoryview(b"vtrt" + bytes(28) + bytes([0x0C]) + bytes(67))
+    if bits & 2 and not bits & 32:
+        with pytest.raises(error or AssertionError, match=r"it serves 8\.6, 8\.9"):
+            check(None, Runtime(), header)
     if error is None:
         check(None, Runtime(), memoryview(bytes(100)))
     else:

@@ -441,7 +441,7 @@ def disagreements(options: BuildOptions, config: Mapping[str, Any]) -> Iterator[
             value = value.upper()
         if value is not None and name in config and config[name] != value:
             yield name, config[name], value
-    pools = {pool.value: size for pool, size in (options.memory_pools or {}).items()}
+    pools = {MemoryPool(pool).value: size for pool, size in (options.memory_pools or {}).items()}
     if options.workspace is not None:
         pools["workspace"] = options.workspace
     for pool, size in pools.items():
