@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.builders.support import A10, LineBuilder, build_inputs, seven_iterations
 from tests.fakes._build import read_plan
-from tests.support import PROFILE, run_python, tiny_model
+from tests.support import PROFILE, real_model, run_python, tiny_model
 
 import trt_warmcache as twc
 from trt_warmcache.builders import IsolatedBuilder, ProcessLimits, Progress, TensorRTRTXBuilder, isolated
@@ -161,6 +161,27 @@ def test_a_limit_above_the_machines_own(tmp_path: Path) -> None:
     )
     path = os.pathsep.join(filter(None, sys.path))
     assert int(run_python(code, tmp_path, env={"PYTHONPATH": path})) > 0
+
+
+@pytest.mark.parametrize("end", [signal.SIGSEGV, signal.SIGKILL, None])
+def test_last_words_of_a_real_build(end: signal.Signals | None) -> None:
+    """A real build that crashes, is killed, or runs into a limit: the error has the last lines that TensorRT logged."""
+    before = children()
+
+    def on_progress(step: Progress) -> None:
+        if step.step == step.total:
+            if end is None:
+                raise twc.BuildTimeout("enough")
+            for child in children() - before:
+                os.kill(child, end)
+
+    model = real_model("rapidocr_onnxruntime", "models/ch_PP-OCRv4_det_infer.onnx")  # takes a second
+    shape = "1x3x320x320"
+    inputs = build_inputs(model, profiles={"x": (shape,) * 3}, target=twc.Target(), on_progress=on_progress)
+    with pytest.raises(twc.BuildError) as failed:
+        IsolatedBuilder(TensorRTRTXBuilder()).build(inputs)
+    assert any(line.startswith("[INFO] ") for line in failed.value.log)
+    assert not any(line.startswith("[VERBOSE]") for line in failed.value.log)
 
 
 def test_time_limit_ends_a_hanging_build(tmp_path: Path, model: Path) -> None:

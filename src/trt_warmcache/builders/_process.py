@@ -149,6 +149,9 @@ class IsolatedBuilder:
             with os.fdopen(reader, "rb", buffering=0) as pipe:
                 self._follow(child, pipe, inputs)
             code = self._wait(child, inputs)
+        except BuildError as error:  # a limit that the caller's checkpoint keeps
+            error.log = error.log or _tail(folder / "log")
+            raise
         finally:
             _end(child)
         return self._result(code, folder)
