@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tests.fakes import make_tensorrt
 from tests.support import PROFILE, tiny_model
 
 import trt_warmcache as twc
-from trt_warmcache.builders import TensorRTBuilder
+from trt_warmcache.builders import BuildInputs, BuildOutput, TensorRTBuilder
 from trt_warmcache.events import Event, EventKind
 from trt_warmcache.judge import History, drift, fingerprint
 from trt_warmcache.keys import Kind
@@ -153,6 +154,36 @@ def test_other_precisions_are_no_relatives(tmp_path: Path) -> None:
         builder.size = 5_000
         engine = manager.get(tiny_model(), profiles=PROFILE, options=twc.BuildOptions(fp16=True))
         assert "suspect" not in engine.manifest.extra
+
+
+# ---- what really built it ---
+
+
+@pytest.mark.parametrize(
+    ("output", "text"),
+    [
+        ({"target": {"compute_capability": "8.9"}}, r"compute_capability 8\.6 and built on 8\.9"),
+        ({"target": {"gpu": "NVIDIA L4"}}, "gpu NVIDIA A10 and built on NVIDIA L4"),
+        ({"library": "2.0.0"}, r"asked of fake 1\.0\.0 and built by 2\.0\.0"),
+        ({"library": "1.0.0.7", "target": {"gpu": "NVIDIA A10"}}, ""),
+        ({"library": "", "target": {}}, ""),
+    ],
+    ids=str,
+)
+def test_the_builder_has_the_last_word_on_what_was_built(tmp_path: Path, output: dict[str, Any], text: str) -> None:
+    """An engine built on another GPU or by another library than its key says is not stored, and the error names both."""
+
+    class Elsewhere(FakeBuilder):
+        def build(self, inputs: BuildInputs) -> BuildOutput:
+            return dataclasses.replace(super().build(inputs), **output)
+
+    with make(tmp_path / "s", Elsewhere(), target=A10) as manager:
+        if not text:
+            assert manager.get(tiny_model(), profiles=PROFILE).stored
+            return
+        with pytest.raises(twc.BuildError, match=text):
+            manager.get(tiny_model(), profiles=PROFILE)
+        assert manager.lookup(tiny_model(), profiles=PROFILE) is None
 
 
 # ---- expected time --------------------------------------------------------------------------------------------------

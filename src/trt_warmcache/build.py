@@ -139,6 +139,11 @@ class BuildStage:
             ) from error
         if size == 0:
             raise BuildError("The builder returned an empty plan.")
+        asked = str(call.key.parts["builder.version"])
+        if any(here != there for here, there in zip(output.library.split("."), asked.split("."), strict=False) if here):
+            raise BuildError(
+                f"The engine was asked of {self._builder.flavour} {asked} and built by {output.library}; it is not stored. Make sure that building processes load the same library as this one."
+            )
         for fact in ("compute_capability", "gpu"):
             built, wanted = output.target.get(fact), getattr(call.target, fact)
             if built is not None and wanted is not None and built != wanted:
