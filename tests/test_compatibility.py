@@ -112,6 +112,18 @@ def test_hardware_rungs(
             assert record_of(asked.builder._module).builders == 0  # type: ignore[attr-defined]
 
 
+def test_rungs_never_narrow(tmp_path: Path, model: Path) -> None:
+    """A plan that is to run on any Ampere GPU is not replaced by one that runs on one compute capability only."""
+    with make(tmp_path) as built:
+        built.get(model, profiles=PROFILE, options=SAME)
+        built.get(model, profiles=PROFILE)
+        assert built.lookup(model, profiles=PROFILE, options=AMPERE, policy=twc.Policy(ladder=LADDER)) is None
+        built.get(model, profiles=PROFILE, options=AMPERE)
+        same = built.lookup(model, profiles=PROFILE, options=SAME, target=target(L4), policy=twc.Policy(ladder=LADDER))
+        assert same is not None
+        assert "Ampere" in same.reason
+
+
 def test_nearest_rung_first(tmp_path: Path, model: Path) -> None:
     """With plans on several rungs the nearest one serves, and an exact plan before all."""
     every = twc.Policy(ladder=["version_compatible", "ampere_plus", "same_compute_capability"])
@@ -137,8 +149,10 @@ def test_version_rung(tmp_path: Path, model: Path) -> None:
         assert engine.outcome is twc.Outcome.COVERED
         assert engine.reason == "built by TensorRT 10.3.0 for later versions too"
         assert engine.deserialize().num_layers == 2
-    with make(tmp_path, line="11.4", policy=rung) as other_major, pytest.raises(twc.MissError):
-        other_major.get(model, profiles=PROFILE)
+    with make(tmp_path, line="11.4", policy=rung) as other_major:
+        with pytest.raises(twc.MissError):
+            other_major.get(model, profiles=PROFILE)
+        assert "quarantined" not in other_major.counters()
     with make(tmp_path, line="10.16", policy=twc.Policy(on_miss="raise")) as strict, pytest.raises(twc.MissError):
         strict.get(model, profiles=PROFILE)
 
@@ -148,8 +162,10 @@ def test_later_plans_do_not_serve_earlier_versions(tmp_path: Path, model: Path) 
     with make(tmp_path, line="10.16") as new:
         new.get(model, profiles=PROFILE, options=LATER)
     rung = twc.Policy(ladder=["version_compatible"], on_miss="raise")
-    with make(tmp_path, line="10.3", policy=rung) as old, pytest.raises(twc.MissError):
-        old.get(model, profiles=PROFILE)
+    with make(tmp_path, line="10.3", policy=rung) as old:
+        with pytest.raises(twc.MissError):
+            old.get(model, profiles=PROFILE)
+        assert "quarantined" not in old.counters()
 
 
 def test_host_code_only_by_request(tmp_path: Path, model: Path) -> None:

@@ -108,6 +108,19 @@ def test_changed_hook_under_one_recipe(tmp_path: Path) -> None:
     assert ":" in fingerprint(os.getcwd)
 
 
+def test_hooks_of_other_python_versions_are_not_compared() -> None:
+    """Compiled code differs between Python versions without anybody having changed the hook."""
+    manifest = twc.Manifest(format="f", kind="engines", key="0", schema=1, parts={}, blobs=())
+    name, python, code = fingerprint(seven_iterations).split(" ")
+    for recorded, drifts in (
+        (f"{name} py2.7 0123", False),
+        (f"{name} {python} 0123", True),
+        (f"{name} {python} {code}", False),
+    ):
+        old = msgspec.structs.replace(manifest, extra={"configure": recorded})
+        assert bool(drift(old, OPTIONS, seven_iterations)) is drifts
+
+
 def test_entries_without_a_record_do_not_drift() -> None:
     """Entries of builders that record no flags are left alone."""
     manifest = twc.Manifest(format="f", kind="engines", key="0", schema=1, parts={}, blobs=())
@@ -131,6 +144,18 @@ def test_outlier_is_marked(tmp_path: Path) -> None:
         assert len(of_kind(events, EventKind.SUSPECT)) == 1
         builder.size = 12_000
         assert "suspect" not in manager.get(tiny_model(), profiles=PROFILE, recipe="e").manifest.extra
+
+
+def test_rebuilding_is_judged_by_what_is_there(tmp_path: Path) -> None:
+    """An engine built anew is compared with the one that it replaces, in size and in time."""
+    builder, events = FakeBuilder(size=10_000, seconds=0.1), list[Event]()
+    with make(tmp_path / "s", builder, hooks=[events.append]) as manager:
+        manager.get(tiny_model(), profiles=PROFILE)
+        builder.size = 20_000
+        again = manager.get(tiny_model(), profiles=PROFILE, policy=twc.Policy(refresh=True))
+        assert "2.0 times the 10000 bytes of 1 earlier" in again.manifest.extra["suspect"]
+        starts = [event.detail for event in events if event.kind is EventKind.BUILD_START]
+        assert starts[1]["expected_seconds"] >= 0.1
 
 
 def test_outlier_is_refused_by_policy(tmp_path: Path) -> None:

@@ -108,8 +108,8 @@ class History:
         until = time.monotonic() + _SECONDS
         try:
             for manifest in stored_manifests(store, Kind.ENGINE):
-                same = all(manifest.parts.get(part) == key.parts.get(part) for part in ("model", "builder.flavour"))
-                if same and manifest.key != key.digest:
+                # One of this very key too: it is being built anew.
+                if all(manifest.parts.get(part) == key.parts.get(part) for part in ("model", "builder.flavour")):
                     relatives.append(manifest)
                 if time.monotonic() > until:
                     break

@@ -14,11 +14,13 @@ import pytest
 from tests.builders.support import A10, build_inputs
 from tests.fakes import LINES, Gpu, Line, make_tensorrt, record_of
 from tests.fakes._build import read_plan
+from tests.fakes._memory import host_memory
 from tests.support import tiny_model
 
 import trt_warmcache as twc
 from trt_warmcache.builders import Progress, TensorRTBuilder
 from trt_warmcache.builders._config import canonical_name
+from trt_warmcache.builders._nvinfer import _blames_plan
 
 EDITABLE: tuple[Line, ...] = ("10.16", "11.4")
 SELECTOR: tuple[Line, ...] = ("8.6", "10.3", "10.16")
@@ -133,6 +135,21 @@ def test_lines_of_one_operation(locks: Path) -> None:
     assert outer.errors == ["a thread of TensorRT's own", "outer"]
 
 
+@pytest.mark.parametrize(
+    ("reason", "plan"),
+    [
+        ("Error Code 1: Serialization (Version tag does not match: expecting library version 10.3.0 got 8.6.1)", True),
+        ("Error Code 1: Serialization (Serialization assertion magicTagRead == kMAGIC_TAG failed.)", True),
+        ("Error Code 1: Serialization: out of memory while reading weights", False),
+        ("Error Code 6: API Usage Error (expecting compute 8.6 got compute 7.5)", False),
+        ("CUDA initialization failure with error: 35", False),
+    ],
+)
+def test_who_is_to_blame_for_a_failed_load(reason: str, plan: bool) -> None:
+    """Only what no machine could load is the plan's fault; everything else leaves the entry alone."""
+    assert _blames_plan(reason) is plan
+
+
 @pytest.mark.parametrize("line", LINES)
 def test_missing_profile_is_tensorrts_own_error(line: Line, locks: Path) -> None:
     """A dynamic input without a profile cannot be built, and the reason is passed on."""
@@ -140,6 +157,25 @@ def test_missing_profile_is_tensorrts_own_error(line: Line, locks: Path) -> None
     bare = type(inputs)(**{**vars(inputs), "profiles": ()})
     with pytest.raises(twc.BuildError, match="no optimization profile"):
         make(line, locks)[0].build(bare)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_refused_profile_and_foreign_plan(line: Line, locks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile index of -1, and a result that is another flavour's plan, are errors with TensorRT's own reason."""
+    builder, module = make(line, locks)
+    build, config = module._fake.classes["Builder"], module._fake.classes["IBuilderConfig"]
+    foreign = host_memory(module._fake, b"vtrt" + bytes(100))
+    with monkeypatch.context() as patch, pytest.raises(twc.BuildError, match="no plan of its own: .*tensorrt_rtx"):
+        patch.setattr(build, "build_serialized_network", lambda self, network, config: foreign)
+        builder.build(build_inputs())
+
+    def refuse(self: Any, profile: Any) -> int:
+        self._log("ERROR", "kMAX does not fit")
+        return -1
+
+    monkeypatch.setattr(config, "add_optimization_profile", refuse)
+    with pytest.raises(twc.ConfigError, match="refused the profile .*: kMAX does not fit"):
+        builder.build(build_inputs())
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -286,6 +322,24 @@ def test_unusable_timing_blob_is_noticed(line: Line, locks: Path, damage: str) -
     assert output.timing == good
     with pytest.raises(twc.BuildError):
         builder.merge_timing(good, blob or b"")
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_refused_timing_cache_is_noticed(line: Line, locks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that can be read and is refused when attached, for another device's properties, is put aside too."""
+    builder, module = make(line, locks)
+    good = builder.build(build_inputs()).timing
+    config = module._fake.classes["IBuilderConfig"]
+    attach = config.set_timing_cache
+    monkeypatch.setattr(
+        config,
+        "set_timing_cache",
+        lambda self, cache, ignore_mismatch: not cache._entries and attach(self, cache, False),
+    )
+    output = builder.build(build_inputs(timing=good))
+    assert output.timing_rejected == "TensorRT refused the stored timing cache: it was measured on another device"
+    assert output.timing == good
+    assert record_of(module).tactics_timed == 4
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -472,6 +526,10 @@ def test_layers_that_never_occur_are_told(line: Line, locks: Path) -> None:
     builder, _ = make(line, locks)
     record = builder.build(build_inputs(options=twc.BuildOptions(record_tactics=True, timing="off"))).tactics
     assert record is not None
+    implementation, tactic = record.layers["mul"]
+    other = twc.TacticReplay(layers={"mul": (implementation + 1, tactic)})
+    with pytest.raises(twc.BuildError, match="do not exist for layers 'mul'"):
+        builder.build(build_inputs(options=twc.BuildOptions(tactics=other)))
     strange = twc.TacticReplay(layers={**record.layers, "elsewhere": (1, 2)})
     with pytest.raises(twc.BuildError, match="do not occur in this build, such as 'elsewhere'"):
         builder.build(build_inputs(options=twc.BuildOptions(tactics=strange)))

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.builders.support import A10, LineBuilder, build_inputs, seven_iterations
+from tests.builders.support import A10, LineBuilder, build_inputs, seven_iterations, start_and_hang
 from tests.fakes._build import read_plan
 from tests.support import PROFILE, real_model, run_python, tiny_model
 
 import trt_warmcache as twc
 from trt_warmcache.builders import IsolatedBuilder, ProcessLimits, Progress, TensorRTRTXBuilder, isolated
+from trt_warmcache.builders._folder import _sweep
 from trt_warmcache.events import EventKind
 from trt_warmcache.testing import FakeBuilder
 
@@ -205,6 +206,33 @@ def test_time_limit_ends_a_hanging_build(tmp_path: Path, model: Path) -> None:
         quiet.get(model, profiles=PROFILE)
 
 
+def test_nothing_that_a_build_started_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that a build started itself are ended with it."""
+    told = tmp_path / "pid"
+    monkeypatch.setenv("TEST_PID_FILE", str(told))
+    started = time.monotonic()
+
+    def checkpoint() -> None:
+        if told.exists() or time.monotonic() - started > 30:
+            raise twc.BuildTimeout("enough")
+
+    builder = IsolatedBuilder(LineBuilder("10.16", str(tmp_path / "locks")))
+    with pytest.raises(twc.BuildTimeout):
+        builder.build(build_inputs(configure=start_and_hang, checkpoint=checkpoint))
+    state = Path(f"/proc/{told.read_text()}/stat")
+    while not ended(state) and time.monotonic() - started < 40:
+        time.sleep(0.02)
+    assert ended(state)
+
+
+def test_a_model_that_changes_meanwhile(tmp_path: Path, model: Path) -> None:
+    """What the building process reads is what the key was made of, or an error."""
+    inputs = build_inputs(model)
+    model.write_bytes(tiny_model(weight=5.0))
+    with pytest.raises(twc.ModelError, match="changed while it was in use"):
+        IsolatedBuilder(LineBuilder("10.16", str(tmp_path / "locks"))).build(inputs)
+
+
 def test_closing_the_manager_ends_the_build(tmp_path: Path, model: Path) -> None:
     """A build in the background does not outlive its manager."""
     hanging = manager(
@@ -266,8 +294,8 @@ def test_child_ends_with_its_parent(tmp_path: Path, model: Path, temporary: Path
         parent.wait(10)
 
 
-def test_sweeping_leaves_what_is_not_its_own(tmp_path: Path, temporary: Path) -> None:
-    """Links and files under such a name stay, and so does what a link leads to."""
+def test_sweeping_leaves_what_is_not_its_own(tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links, files and other people's folders under such a name stay, and so does what a link leads to."""
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "file").write_text("kept")
@@ -279,6 +307,15 @@ def test_sweeping_leaves_what_is_not_its_own(tmp_path: Path, temporary: Path) ->
     IsolatedBuilder(LineBuilder("10.16", str(tmp_path / "locks"))).build(build_inputs())
     assert sorted(leftovers(temporary)) == ["trt_warmcache-build-file", "trt_warmcache-build-link"]
     assert (precious / "file").read_text() == "kept"
+    theirs = temporary / "trt_warmcache-build-theirs"
+    theirs.mkdir()
+    os.utime(theirs, (0, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr("os.getuid", lambda: theirs.stat().st_uid + 1)
+        _sweep(temporary)
+    assert theirs.exists()
+    _sweep(temporary)
+    assert not theirs.exists()
 
 
 def test_where_builds_run(tmp_path: Path, model: Path) -> None:

@@ -117,6 +117,14 @@ def test_compute_capabilities() -> None:
         build(target=twc.Target(gpu="NVIDIA A10", compute_capability="8.6"))
 
 
+def test_a_plan_for_other_gpus_than_asked_is_refused() -> None:
+    """The plan's own header has the last word on which GPUs it serves."""
+    output = build(target=twc.Target(compute_capabilities=["8.6"]))
+    asked = build_inputs(tiny_model(width=64), profiles=FIXED, target=twc.Target(compute_capabilities=["8.9"]))
+    with pytest.raises(twc.BuildError, match=r"asked for compute capabilities 8\.9 and says that it serves 8\.6"):
+        TensorRTRTXBuilder()._add_extras(output, None, asked)
+
+
 def test_timing_cache_is_never_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its calls do nothing on TensorRT-RTX, warn, and may look for a GPU; none is made."""
     import tensorrt_rtx
@@ -162,6 +170,10 @@ def test_refused_models() -> None:
         TensorRTRTXBuilder().build(build_inputs(broken.SerializeToString(), profiles=FIXED, target=PORTABLE))
     assert refused.value.node == "act"
     assert refused.value.operator == "NoSuchOperator"
+    empty = onnx.load_model_from_string(tiny_model(width=64))
+    del empty.graph.node[:], empty.graph.output[:], empty.graph.initializer[:], empty.graph.input[:]
+    with pytest.raises(twc.ModelError, match="has no graph"):
+        TensorRTRTXBuilder().build(build_inputs(empty.SerializeToString(), profiles=(), target=PORTABLE))
 
 
 @pytest.mark.parametrize("options", [{"refit": "all"}, {"strip_plan": True}, {"version_compatible": True}])
