@@ -102,7 +102,13 @@ class BuildStage:
             on_progress=on_progress,
             checkpoint=checkpoint,
         )
-        builder = isolated(self._builder, policy, target=call.target, configure=call.request.configure)
+        builder = isolated(
+            self._builder,
+            policy,
+            target=call.target,
+            configure=call.request.configure,
+            timed=call.deadline is not None,
+        )
         expected: dict[str, Any] = {} if history.seconds is None else {"expected_seconds": history.seconds}
         self._events.emit(EventKind.BUILD_START, key=key, label=call.label, **expected)
         try:

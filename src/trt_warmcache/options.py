@@ -350,6 +350,7 @@ class BuildOptions:
         since=(10, 2),
         rtx=False,
         instead="TensorRT-RTX rejects it; build on the platform itself.",
+        default="same_as_build",
     )
     require_user_allocation: bool | None = _switch(
         "The application allocates all device memory.", since=None, instead="Only TensorRT-RTX has it."
@@ -617,7 +618,8 @@ _CHECKS: dict[str, checks.Check] = {
     "profiling_verbosity": checks.choice(ProfilingVerbosity),
     "hardware_compatibility": checks.choice(HardwareCompatibility),
     "refit": checks.choice(RefitMode),
-    "refittable_weights": checks.names,
+    # None at all is what an absent list says too.
+    "refittable_weights": lambda field, value: checks.names(field, value) or None,
     "preview_features": checks.mapping(checks.stable_name, checks.flag),
     "dla_core": checks.whole(0),
     "runtime_platform": checks.lower_text,

@@ -165,16 +165,17 @@ def test_refused_profile_and_foreign_plan(line: Line, locks: Path, monkeypatch: 
     builder, module = make(line, locks)
     build, config = module._fake.classes["Builder"], module._fake.classes["IBuilderConfig"]
     foreign = host_memory(module._fake, b"vtrt" + bytes(100))
-    with monkeypatch.context() as patch, pytest.raises(twc.BuildError, match="no plan of its own: .*tensorrt_rtx"):
+    with monkeypatch.context() as patch:
         patch.setattr(build, "build_serialized_network", lambda self, network, config: foreign)
-        builder.build(build_inputs())
+        with pytest.raises(twc.BuildError, match=r"no plan of its own: .*tensorrt_rtx"):
+            builder.build(build_inputs())
 
     def refuse(self: Any, profile: Any) -> int:
         self._log("ERROR", "kMAX does not fit")
         return -1
 
     monkeypatch.setattr(config, "add_optimization_profile", refuse)
-    with pytest.raises(twc.ConfigError, match="refused the profile .*: kMAX does not fit"):
+    with pytest.raises(twc.ConfigError, match=r"refused the profile .*: kMAX does not fit"):
         builder.build(build_inputs())
 
 
@@ -596,9 +597,43 @@ def test_waiting_for_the_gpu_can_be_cancelled(locks: Path) -> None:
         if next(calls) > 6:
             raise twc.BuildTimeout("enough")
 
+    steps: list[Progress] = []
     with device_turn("GPU-a10", lambda: None, folder=locks), pytest.raises(twc.BuildTimeout, match="enough"):
-        make("11.4", locks)[0].build(build_inputs(checkpoint=checkpoint))
+        make("11.4", locks)[0].build(build_inputs(checkpoint=checkpoint, on_progress=steps.append))
+    assert steps == [Progress("Waiting for the GPU", None, 0, 1)]
     assert make("11.4", locks)[0].build(build_inputs()).plan.nbytes > 0
+
+
+def test_no_turn_to_be_had(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where no lock can be made the build goes on, with a warning; an error of the caller's own is not taken for that."""
+    (tmp_path / "locks").write_text("in the way")
+    assert make("11.4", tmp_path / "locks")[0].build(build_inputs()).plan.nbytes > 0
+    assert "without waiting for other builds" in caplog.text
+
+    def checkpoint() -> None:
+        raise BrokenPipeError("the other side is gone")
+
+    with pytest.raises(BrokenPipeError):
+        make("11.4", tmp_path / "more")[0].build(build_inputs(checkpoint=checkpoint))
+
+
+def test_waiting_for_the_gpu_is_progress(locks: Path) -> None:
+    """Who watches a build sees that it waits, and that the wait is over; nothing is said where nobody waits."""
+    from trt_warmcache.builders._device_lock import device_turn
+
+    steps: list[Progress] = []
+    turn = device_turn("GPU-a10", lambda: None, folder=locks)
+    turn.__enter__()
+
+    def on_progress(step: Progress) -> None:
+        steps.append(step)
+        if len(steps) == 1:
+            turn.__exit__(None, None, None)
+
+    make("8.6", locks)[0].build(build_inputs(on_progress=on_progress))
+    assert steps == [Progress("Waiting for the GPU", None, done, 1) for done in (0, 1)]
+    make("8.6", locks)[0].build(build_inputs(on_progress=on_progress))
+    assert len(steps) == 2
 
 
 # ---- plugins ----------------------------------------------------------------------------------------------------

@@ -253,7 +253,9 @@ class IsolatedBuilder:
         return "" if limit is None else f" Its memory was limited to {limit} bytes (Policy.build_memory_bytes)."
 
 
-def isolated(builder: EngineBuilder, policy: Policy, *, target: Target, configure: Any) -> EngineBuilder:
+def isolated(
+    builder: EngineBuilder, policy: Policy, *, target: Target, configure: Any, timed: bool = False
+) -> EngineBuilder:
     """The builder as a policy wants it run.
 
     Args:
@@ -261,12 +263,15 @@ def isolated(builder: EngineBuilder, policy: Policy, *, target: Target, configur
         policy: Says where builds run and what they may use.
         target: Its GPU is the only one that a process of its own sees.
         configure: The request's hook, which has to travel too.
+        timed: The request has a timeout. A builder without progress can only be stopped in a process of its own.
 
     Raises:
         ConfigError: The policy asks for a process of its own, or the target's GPU is not the one that this process
             builds on, and the builder or the hook cannot travel.
     """
     how = policy.isolation
+    if how is Isolation.AUTO and timed and not builder.capabilities.progress:
+        how = Isolation.WHERE_POSSIBLE
     here = _building_device(builder)
     elsewhere = here is not None and target.uuid is not None and here != target.uuid
     if how is Isolation.NONE:

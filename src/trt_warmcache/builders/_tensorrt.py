@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trt_warmcache.builders._base import BuilderCapabilities, BuildInputs, BuildOutput, CalibrationRun
+from trt_warmcache.builders._base import BuilderCapabilities, BuildInputs, BuildOutput, CalibrationRun, Progress
 from trt_warmcache.builders._config import Setup, without_deprecation
 from trt_warmcache.builders._device_lock import device_turn
 from trt_warmcache.builders._log import TrtLog, listening
@@ -241,7 +241,11 @@ class TensorRTBuilder(NvInferBuilder):
     def _turn(self, inputs: BuildInputs) -> AbstractContextManager[None]:
         # A target that does not name its GPU is built for on this process's: the turn is that GPU's all the same.
         device = inputs.target.uuid or self.current_device() or "any GPU"
-        return device_turn(device, inputs.checkpoint, folder=self._lock_folder)
+
+        def on_wait(done: int) -> None:
+            inputs.on_progress(Progress("Waiting for the GPU", None, done, 1))
+
+        return device_turn(device, inputs.checkpoint, folder=self._lock_folder, on_wait=on_wait)
 
     # ---- timing caches ------------------------------------------------------------------------------------------
 
