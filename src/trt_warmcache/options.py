@@ -434,7 +434,7 @@ class BuildOptions:
         preset: Preset | Literal["fast", "balanced", "max"],
         *,
         version: tuple[int, ...] | str,
-        flavour: Literal["tensorrt", "tensorrt_rtx"] = "tensorrt",
+        flavour: str = "tensorrt",
         **overrides: Any,
     ) -> BuildOptions:
         """Options that narrow or widen TensorRT's search, mapped to what a version offers.
@@ -442,7 +442,7 @@ class BuildOptions:
         Args:
             preset: See :class:`Preset`.
             version: TensorRT's version, for example ``(10, 13)`` or ``"10.13.3"``.
-            flavour: Which TensorRT that is.
+            flavour: ``"tensorrt"`` or ``"tensorrt_rtx"``, as ``EngineBuilder.flavour`` has it.
             **overrides: Fields to set on top.
 
         Raises:

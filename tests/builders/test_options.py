@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from tests.builders.support import A10, build_inputs
@@ -338,7 +338,7 @@ def test_disagreements_are_told_of_every_setting(line: Line, tmp_path: Path) -> 
 @pytest.mark.parametrize("release", [*CLASSIC, "rtx"])
 def test_presets_hold_only_what_the_version_has(preset: Preset, release: str) -> None:
     """A preset never asks for something that its version refuses, and `max` asks for more search than `fast`."""
-    flavour: Literal["tensorrt", "tensorrt_rtx"] = "tensorrt_rtx" if release == "rtx" else "tensorrt"
+    flavour = "tensorrt_rtx" if release == "rtx" else "tensorrt"
     version = (1, 7, 1) if release == "rtx" else numbers(release)
     options = twc.BuildOptions.preset(preset, version=version, flavour=flavour, max_aux_streams=1)
     options.require_available(flavour, version)
