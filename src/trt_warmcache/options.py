@@ -193,9 +193,9 @@ def _option(
     return dataclasses.field(default=None, metadata={"spec": spec})
 
 
-def _switch(doc: str, *, default: bool | None = False, **where: Any) -> Any:
-    """An option that is on or off, and off unless told otherwise."""
-    return _option(doc, default=default, **where)
+def _switch(doc: str, **where: Any) -> Any:
+    """An option that is off unless it is turned on."""
+    return _option(doc, default=False, **where)
 
 
 @strict_fields
@@ -240,7 +240,7 @@ class BuildOptions:
         rtx=False,
         instead=_FROM_MODEL,
     )
-    tf32: bool | None = _switch("Allow TF32 for float32 layers; on by default.", default=True)
+    tf32: bool | None = _option("Allow TF32 for float32 layers; on by default.")
     sparse_weights: bool | None = _switch("Look for 2:4 structured sparsity in the weights.")
     strict_nans: bool | None = _switch("Keep NaN semantics exact.", since=(10, 6))
     distributive_independence: bool | None = _switch("Compute distributive axes independently.", since=(10, 12))

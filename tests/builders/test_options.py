@@ -260,7 +260,7 @@ DEFAULTS = {name: spec.default for name, spec in option_specs().items() if spec.
 def test_defaults_spelled_out_are_the_same_request() -> None:
     """An option set to what TensorRT does anyway is no other engine: same key, and the parts do not mention it."""
 
-    assert {"fp16", "tf32", "hardware_compatibility", "tiling", "version_compatible"} <= set(DEFAULTS)
+    assert {"fp16", "hardware_compatibility", "tiling", "version_compatible"} <= set(DEFAULTS)
     for name, value in DEFAULTS.items():
         assert key(**{name: value}) == key(), name
     assert dict(key(**DEFAULTS).parts) == dict(key().parts)

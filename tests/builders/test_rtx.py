@@ -67,7 +67,7 @@ def test_options_that_reach_the_plan(plain: str, options: dict[str, Any]) -> Non
 def test_defaults_spelled_out_change_nothing(plain: str) -> None:
     """Options set to the table's defaults, which are left out of the key, leave the real library's plan as it is."""
     defaults = {name: spec.default for name, spec in option_specs().items() if spec.rtx and spec.default is not None}
-    assert {"tf32", "sparse_weights", "weight_streaming"} <= set(defaults)
+    assert {"sparse_weights", "weight_streaming"} <= set(defaults)
     for name, value in defaults.items():
         assert digest(build({name: value})) == plain, name
 
