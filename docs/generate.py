@@ -293,8 +293,9 @@ def options_page() -> Iterator[str]:
     yield "default in force. On the command line: `--option NAME=VALUE`.\n\n"
     yield "An option that the installed flavour or version lacks is refused with a `ConfigError` before anything is "
     yield "built; it is never dropped in silence. The column *key* says whether the option is part of the engine key; "
-    yield "options that cannot change the plan are not.\n\n"
-    yield "| option | meaning | classic TensorRT | RTX | key |\n| --- | --- | --- | --- | --- |\n"
+    yield "options that cannot change the plan are not. An option set to the *default* of this table counts as left out: "
+    yield "it is TensorRT's own in every version, so both are one key.\n\n"
+    yield "| option | meaning | classic TensorRT | RTX | key | default |\n| --- | --- | --- | --- | --- | --- |\n"
     for spec in option_specs().values():
         if spec.since is None:
             classic = "no"
@@ -302,7 +303,9 @@ def options_page() -> Iterator[str]:
             last = " to {}.{}".format(*spec.until) if spec.until else " and later"
             classic = "{}.{}".format(*spec.since) + (" only" if spec.until == spec.since else last)
         yes = {True: "yes", False: "no"}
-        yield f"| `{spec.name}` | {paragraph(spec.doc)} | {classic} | {yes[spec.rtx]} | {yes[spec.affects_plan]} |\n"
+        default = "" if spec.default is None else f"`{getattr(spec.default, 'value', spec.default)!r}`"
+        key = yes[spec.affects_plan]
+        yield f"| `{spec.name}` | {paragraph(spec.doc)} | {classic} | {yes[spec.rtx]} | {key} | {default} |\n"
     yield "\n## Where an option does not exist\n\n"
     for spec in option_specs().values():
         if spec.instead:

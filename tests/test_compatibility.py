@@ -13,7 +13,7 @@ import trt_warmcache as twc
 from trt_warmcache.builders import TensorRTBuilder
 from trt_warmcache.builders._plan import check_header
 from trt_warmcache.events import Event, EventKind
-from trt_warmcache.testing import FakeBuilder
+from trt_warmcache.testing import FakeBuilder, FlakyStore
 
 A10 = Gpu("NVIDIA A10", (8, 6), 72)
 A10G = Gpu("NVIDIA A10G", (8, 6), 80)
@@ -112,6 +112,18 @@ def test_hardware_rungs(
             assert record_of(asked.builder._module).builders == 0  # type: ignore[attr-defined]
 
 
+def test_rungs_never_narrow(tmp_path: Path, model: Path) -> None:
+    """A plan that is to run on any Ampere GPU is not replaced by one that runs on one compute capability only."""
+    with make(tmp_path) as built:
+        built.get(model, profiles=PROFILE, options=SAME)
+        built.get(model, profiles=PROFILE)
+        assert built.lookup(model, profiles=PROFILE, options=AMPERE, policy=twc.Policy(ladder=LADDER)) is None
+        built.get(model, profiles=PROFILE, options=AMPERE)
+        same = built.lookup(model, profiles=PROFILE, options=SAME, target=target(L4), policy=twc.Policy(ladder=LADDER))
+        assert same is not None
+        assert "Ampere" in same.reason
+
+
 def test_nearest_rung_first(tmp_path: Path, model: Path) -> None:
     """With plans on several rungs the nearest one serves, and an exact plan before all."""
     every = twc.Policy(ladder=["version_compatible", "ampere_plus", "same_compute_capability"])
@@ -137,8 +149,10 @@ def test_version_rung(tmp_path: Path, model: Path) -> None:
         assert engine.outcome is twc.Outcome.COVERED
         assert engine.reason == "built by TensorRT 10.3.0 for later versions too"
         assert engine.deserialize().num_layers == 2
-    with make(tmp_path, line="11.4", policy=rung) as other_major, pytest.raises(twc.MissError):
-        other_major.get(model, profiles=PROFILE)
+    with make(tmp_path, line="11.4", policy=rung) as other_major:
+        with pytest.raises(twc.MissError):
+            other_major.get(model, profiles=PROFILE)
+        assert "quarantined" not in other_major.counters()
     with make(tmp_path, line="10.16", policy=twc.Policy(on_miss="raise")) as strict, pytest.raises(twc.MissError):
         strict.get(model, profiles=PROFILE)
 
@@ -148,8 +162,10 @@ def test_later_plans_do_not_serve_earlier_versions(tmp_path: Path, model: Path) 
     with make(tmp_path, line="10.16") as new:
         new.get(model, profiles=PROFILE, options=LATER)
     rung = twc.Policy(ladder=["version_compatible"], on_miss="raise")
-    with make(tmp_path, line="10.3", policy=rung) as old, pytest.raises(twc.MissError):
-        old.get(model, profiles=PROFILE)
+    with make(tmp_path, line="10.3", policy=rung) as old:
+        with pytest.raises(twc.MissError):
+            old.get(model, profiles=PROFILE)
+        assert "quarantined" not in old.counters()
 
 
 def test_host_code_only_by_request(tmp_path: Path, model: Path) -> None:
@@ -159,6 +175,68 @@ def test_host_code_only_by_request(tmp_path: Path, model: Path) -> None:
         plan = manager.get(model, profiles=PROFILE, options=LATER).plan
         with pytest.raises(twc.IncompatibleError, match="host code"):
             manager.builder.deserialize(plan)
+
+
+LADDER: Any = ("same_compute_capability", "ampere_plus", "version_compatible")
+
+
+@pytest.mark.parametrize(
+    ("policy", "call"),
+    [({"ladder": LADDER}, "read"), ({"ladder": LADDER}, "fetch"), ({"ladder": LADDER[2:]}, "list"), ({"cover": "wider"}, "list")],
+    ids=str,
+)  # fmt: skip
+def test_store_that_fails_below_the_exact_entry(tmp_path: Path, model: Path, policy: dict[str, Any], call: str) -> None:
+    """A store that fails at a plan that would do raises by default; by policy it is counted and the engine is built."""
+    with make(tmp_path) as built:
+        built.get(model, profiles=PROFILE, options=SAME)
+
+    def before(called: str, name: str) -> None:
+        if called == call and exact not in name:
+            raise twc.StoreError("the network is gone", reason=twc.StoreReason.TIMEOUT)
+
+    builder = TensorRTBuilder(make_tensorrt("10.16", gpu=A10G), lock_folder=tmp_path / "locks")
+    store = FlakyStore(twc.LocalStore(tmp_path / "store"), before)
+    with twc.EngineManager(store, builder=builder, target=target(A10G), memo=twc.DigestMemo(None)) as manager:
+        exact = manager.key(model, profiles=PROFILE).digest
+        with pytest.raises(twc.StoreError, match="network is gone"):
+            manager.lookup(model, profiles=PROFILE, policy=twc.Policy(**policy))
+        assert manager.counters()["store_error.timeout"] == 1
+        degraded = twc.Policy(store_errors="degrade", **policy)
+        assert manager.lookup(model, profiles=PROFILE, policy=degraded) is None
+        assert manager.counters()["store_error.timeout"] == 2
+        assert manager.get(model, profiles=PROFILE, policy=degraded).outcome is twc.Outcome.BUILT
+
+
+@pytest.mark.parametrize("damage", ["manifest", "plan"])
+def test_damaged_rung_is_set_aside(tmp_path: Path, model: Path, damage: str) -> None:
+    """A damaged entry on a rung is set aside and the next rung serves; it never fails the request."""
+    with make(tmp_path) as built:
+        built.get(model, profiles=PROFILE, options=AMPERE)
+        near = built.get(model, profiles=PROFILE, options=SAME)
+        digest, blob = near.key.digest, near.manifest.blob("plan").hex
+    root = tmp_path / "store" / "trtwc-1"
+    path = next(root.rglob(f"{digest}.json" if damage == "manifest" else blob))
+    path.chmod(0o600)
+    path.write_bytes(b"{" + bytes(path.stat().st_size - 1))
+    with make(tmp_path, A10G, policy=twc.Policy(ladder=LADDER, on_miss="raise")) as asked:
+        assert "Ampere" in asked.get(model, profiles=PROFILE).reason
+        assert asked.counters()["quarantined"] == 1
+        assert "Ampere" in asked.get(model, profiles=PROFILE).reason
+        assert asked.counters()["quarantined"] == 1
+
+
+def test_untrusted_rung_is_passed_over(tmp_path: Path, model: Path) -> None:
+    """Under trust="signed" an unsigned plan on a rung is told and never served."""
+    from trt_warmcache.trust import Keyring, Signer
+
+    with make(tmp_path) as built:
+        built.get(model, profiles=PROFILE, options=SAME)
+    signer = Signer.generate("release-1")
+    policy = twc.Policy(ladder=LADDER, trust="signed", on_miss="raise")
+    with make(tmp_path, A10G, policy=policy, keyring=Keyring([signer.public])) as asked:
+        with pytest.raises(twc.MissError):
+            asked.get(model, profiles=PROFILE)
+        assert asked.counters()["warning.unsigned"] == 1
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,7 @@ from tests.fakes import make_tensorrt
 from tests.support import PROFILE, tiny_model
 
 import trt_warmcache as twc
-from trt_warmcache import progress
-from trt_warmcache.builders import TensorRTBuilder
+from trt_warmcache.builders import BuildInputs, BuildOutput, TensorRTBuilder
 from trt_warmcache.events import Event, EventKind
 from trt_warmcache.judge import History, drift, fingerprint
 from trt_warmcache.keys import Kind
@@ -35,7 +35,16 @@ def of_kind(events: list[Event], kind: EventKind) -> list[str]:
 
 # ---- drift ----------------------------------------------------------------------------------------------------------
 
-OPTIONS = twc.BuildOptions(optimization_level=4, fp16=True, tiling="fast", refit="all")
+OPTIONS = twc.BuildOptions(
+    optimization_level=4,
+    fp16=True,
+    tiling="fast",
+    refit="all",
+    tactic_sources=["JIT_CONVOLUTIONS"],
+    preview_features={"profile_sharing": True},
+    calibrate_before_fusion=True,
+    workspace=1 << 25,
+)
 
 
 def test_no_drift_without_a_change(tmp_path: Path) -> None:
@@ -52,6 +61,10 @@ def test_no_drift_without_a_change(tmp_path: Path) -> None:
         ({"flags": ["REFIT", "TF32"]}, "builder flag FP16 was off and would be on"),
         ({"builder_optimization_level": 3}, "builder_optimization_level was 3 and would be 4"),
         ({"tiling_optimization_level": "NONE"}, "tiling_optimization_level was NONE and would be FAST"),
+        ({"tactic_sources": []}, "tactic_sources was [] and would be ['JIT_CONVOLUTIONS']"),
+        ({"preview_features": []}, "preview feature profile_sharing was off and would be on"),
+        ({"quantization_flags": []}, "quantization flag CALIBRATE_BEFORE_FUSION was off and would be on"),
+        ({"memory_pools": {"workspace": 1}}, "memory pool workspace was 1 and would be 33554432"),
     ],
 )
 def test_recorded_configuration_that_would_differ_today(tmp_path: Path, record: dict[str, Any], text: str) -> None:
@@ -95,6 +108,19 @@ def test_changed_hook_under_one_recipe(tmp_path: Path) -> None:
     assert ":" in fingerprint(os.getcwd)
 
 
+def test_hooks_of_other_python_versions_are_not_compared() -> None:
+    """Compiled code differs between Python versions without anybody having changed the hook."""
+    manifest = twc.Manifest(format="f", kind="engines", key="0", schema=1, parts={}, blobs=())
+    name, python, code = fingerprint(seven_iterations).split(" ")
+    for recorded, drifts in (
+        (f"{name} py2.7 0123", False),
+        (f"{name} {python} 0123", True),
+        (f"{name} {python} {code}", False),
+    ):
+        old = msgspec.structs.replace(manifest, extra={"configure": recorded})
+        assert bool(drift(old, OPTIONS, seven_iterations)) is drifts
+
+
 def test_entries_without_a_record_do_not_drift() -> None:
     """Entries of builders that record no flags are left alone."""
     manifest = twc.Manifest(format="f", kind="engines", key="0", schema=1, parts={}, blobs=())
@@ -120,6 +146,18 @@ def test_outlier_is_marked(tmp_path: Path) -> None:
         assert "suspect" not in manager.get(tiny_model(), profiles=PROFILE, recipe="e").manifest.extra
 
 
+def test_rebuilding_is_judged_by_what_is_there(tmp_path: Path) -> None:
+    """An engine built anew is compared with the one that it replaces, in size and in time."""
+    builder, events = FakeBuilder(size=10_000, seconds=0.1), list[Event]()
+    with make(tmp_path / "s", builder, hooks=[events.append]) as manager:
+        manager.get(tiny_model(), profiles=PROFILE)
+        builder.size = 20_000
+        again = manager.get(tiny_model(), profiles=PROFILE, policy=twc.Policy(refresh=True))
+        assert "2.0 times the 10000 bytes of 1 earlier" in again.manifest.extra["suspect"]
+        starts = [event.detail for event in events if event.kind is EventKind.BUILD_START]
+        assert starts[1]["expected_seconds"] >= 0.1
+
+
 def test_outlier_is_refused_by_policy(tmp_path: Path) -> None:
     """With on_suspect="refuse" it is not stored, and the next build is free to do better."""
     builder = FakeBuilder(size=10_000)
@@ -141,6 +179,36 @@ def test_other_precisions_are_no_relatives(tmp_path: Path) -> None:
         builder.size = 5_000
         engine = manager.get(tiny_model(), profiles=PROFILE, options=twc.BuildOptions(fp16=True))
         assert "suspect" not in engine.manifest.extra
+
+
+# ---- what really built it ---
+
+
+@pytest.mark.parametrize(
+    ("output", "text"),
+    [
+        ({"target": {"compute_capability": "8.9"}}, r"compute_capability 8\.6 and built on 8\.9"),
+        ({"target": {"gpu": "NVIDIA L4"}}, "gpu NVIDIA A10 and built on NVIDIA L4"),
+        ({"library": "2.0.0"}, r"asked of fake 1\.0\.0 and built by 2\.0\.0"),
+        ({"library": "1.0.0.7", "target": {"gpu": "NVIDIA A10"}}, ""),
+        ({"library": "", "target": {}}, ""),
+    ],
+    ids=str,
+)
+def test_the_builder_has_the_last_word_on_what_was_built(tmp_path: Path, output: dict[str, Any], text: str) -> None:
+    """An engine built on another GPU or by another library than its key says is not stored, and the error names both."""
+
+    class Elsewhere(FakeBuilder):
+        def build(self, inputs: BuildInputs) -> BuildOutput:
+            return dataclasses.replace(super().build(inputs), **output)
+
+    with make(tmp_path / "s", Elsewhere(), target=A10) as manager:
+        if not text:
+            assert manager.get(tiny_model(), profiles=PROFILE).stored
+            return
+        with pytest.raises(twc.BuildError, match=text):
+            manager.get(tiny_model(), profiles=PROFILE)
+        assert manager.lookup(tiny_model(), profiles=PROFILE) is None
 
 
 # ---- expected time --------------------------------------------------------------------------------------------------
@@ -208,40 +276,3 @@ def test_no_third_build(tmp_path: Path) -> None:
             with pytest.raises(twc.IncompatibleError):
                 manager.get(tiny_model(), profiles=PROFILE).deserialize()
         assert fresh.builds == 1
-
-
-# ---- notebooks ------------------------------------------------------------------------------------------------------
-
-
-class Bar:
-    """Stands for a tqdm bar."""
-
-    made: list[Bar] = []  # noqa: RUF012  emptied by the test that reads it
-
-    def __init__(self, **options: Any) -> None:
-        self.options, self.n, self.closed = options, 0, False
-        Bar.made.append(self)
-
-    def update(self, n: int) -> None:
-        self.n += n
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_notebook_hook(tmp_path: Path) -> None:
-    """One bar per build and outer phase, filled to the end and closed, also when the build fails."""
-    Bar.made.clear()
-    with make(tmp_path / "s", FakeBuilder(steps=5), hooks=[progress.notebook_hook(Bar)]) as manager:
-        manager.get(tiny_model(), profiles=PROFILE, name="tiny")
-    (bar,) = Bar.made
-    assert bar.options["total"] == 5
-    assert bar.options["desc"].startswith("tiny_")
-    assert bar.closed
-    assert bar.n == 4
-    with (
-        make(tmp_path / "s", FakeBuilder(error=twc.BuildError("no")), hooks=[progress.notebook_hook(Bar)]) as manager,
-        pytest.raises(twc.BuildError),
-    ):
-        manager.get(tiny_model(weight=2.0), profiles=PROFILE)
-    assert all(one.closed for one in Bar.made)

@@ -131,6 +131,19 @@ def test_what_is_not_taken(store: twc.LocalStore) -> None:
     assert store.manifest(Kind.RUNTIME, manifest.key) is None
 
 
+def test_endless_collisions_are_told(store: twc.LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where somebody else is always first the kernels are not stored, and that is counted."""
+    events = Events()
+    kernels = cache(store, events)
+    with cache(store) as other:
+        CudaEngine.run(other.config, "a")
+    stored = store.manifest(Kind.RUNTIME, key_for("tensorrt_rtx", "1.7.1.116", GPU).digest)
+    monkeypatch.setattr(store, "publish", lambda *args, **more: stored)
+    CudaEngine.run(kernels.config, "a", "b", "c")
+    assert kernels.save() is None
+    assert events.counts()["runtime_dropped.contention"] == 1
+
+
 def test_identity() -> None:
     """GPU, driver and library version split it; the plan's compute capabilities, CUDA and memory do not."""
     base = key_for("tensorrt_rtx", "1.7.1.116", GPU)

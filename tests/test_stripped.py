@@ -15,7 +15,7 @@ from tests.fakes._build import read_plan
 from tests.support import PROFILE, tiny_model
 
 import trt_warmcache as twc
-from trt_warmcache.builders import TensorRTBuilder
+from trt_warmcache.builders import LoadNeeds, TensorRTBuilder
 from trt_warmcache.events import EventKind
 from trt_warmcache.model import ModelSource
 from trt_warmcache.onnx_structure import structure
@@ -97,6 +97,30 @@ def test_lost_refit_is_noticed(tmp_path: Path) -> None:
         world(manager).refit_is_lost = True
         with pytest.raises(twc.IntegrityError, match="the weights are not in it"):
             engine.deserialize()
+
+
+@pytest.mark.parametrize(
+    ("options", "weights", "text"),
+    [
+        ({"refit": "identical"}, tiny_model(weight=2.0), "Refitting the engine failed: REFIT_IDENTICAL was given"),
+        (
+            {"refit": "all"},
+            tiny_model(name="t").replace(b"mul", b"mux"),
+            "does not take this model's weights: The model's",
+        ),
+        ({}, tiny_model(weight=2.0), "takes no weights: The engine was not built with a refit flag"),
+    ],
+    ids=["other weights", "other graph", "not refittable"],
+)
+def test_weights_that_do_not_fit(tmp_path: Path, options: dict[str, Any], weights: bytes, text: str) -> None:
+    """An engine that cannot take a model's weights says why, with TensorRT's or the parser's first error."""
+    with make(tmp_path) as manager:
+        engine = manager.get(
+            tiny_model(), profiles=PROFILE, options=twc.BuildOptions(strip_plan=bool(options) or None, **options)
+        )
+        source = ModelSource.open(weights, memo=twc.DigestMemo(None))
+        with pytest.raises(twc.IncompatibleError, match=text):
+            manager.builder.deserialize(engine.plan, LoadNeeds(weights=source))
 
 
 def test_old_versions_say_so(tmp_path: Path) -> None:

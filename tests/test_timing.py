@@ -271,6 +271,7 @@ def test_two_processes_keep_the_union(tmp_path: Path) -> None:
     (manifest,) = stored(tmp_path / "s")
     union = set(found[0][0]) | set(found[1][0])
     assert set(entries_of(tmp_path / "s", manifest)) == union
+    assert manifest.extra["entries"] == len(union)
     assert len(union) >= 2 * ROUNDS
     assert all("timing_dropped" not in counts for _, counts in found)
 
@@ -305,6 +306,7 @@ def test_command_line(tmp_path: Path, model: Path, line: Any) -> None:
         assert json.loads(merged.stdout)["size"] > listed[0]["size"]
         (manifest,) = stored(ours)
         assert len(entries_of(ours, manifest)) == 4
+        assert manifest.extra.get("entries") == (None if line == "10.3" else 4)
         shown = run("timing", "show", key[:10], "--entries", "--store", ours, "--json")
         if line == "10.3":
             assert shown.exit_code == 2

@@ -102,7 +102,13 @@ class BuildStage:
             on_progress=on_progress,
             checkpoint=checkpoint,
         )
-        builder = isolated(self._builder, policy, target=call.target, configure=call.request.configure)
+        builder = isolated(
+            self._builder,
+            policy,
+            target=call.target,
+            configure=call.request.configure,
+            timed=call.deadline is not None,
+        )
         expected: dict[str, Any] = {} if history.seconds is None else {"expected_seconds": history.seconds}
         self._events.emit(EventKind.BUILD_START, key=key, label=call.label, **expected)
         try:
@@ -139,6 +145,11 @@ class BuildStage:
             ) from error
         if size == 0:
             raise BuildError("The builder returned an empty plan.")
+        asked = str(call.key.parts["builder.version"])
+        if any(here != there for here, there in zip(output.library.split("."), asked.split("."), strict=False) if here):
+            raise BuildError(
+                f"The engine was asked of {self._builder.flavour} {asked} and built by {output.library}; it is not stored. Make sure that building processes load the same library as this one."
+            )
         for fact in ("compute_capability", "gpu"):
             built, wanted = output.target.get(fact), getattr(call.target, fact)
             if built is not None and wanted is not None and built != wanted:

@@ -17,6 +17,7 @@ from trt_warmcache.events import Event, EventKind
 from trt_warmcache.explain import stored_manifests
 from trt_warmcache.keys import Kind
 from trt_warmcache.manifest import Manifest
+from trt_warmcache.progress import ENDS, TimeLeft
 from trt_warmcache.settings import DEFAULT_STORE, Settings
 from trt_warmcache.stores import Store
 
@@ -126,24 +127,34 @@ def progress_hook(*, quiet: bool) -> Iterator[Callable[[Event], None]]:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, Any] = {}
+        yield _bars_hook(bars)
 
-        def show(event: Event) -> None:
-            if "expected_seconds" in event.detail:
-                bars.console.print(_expected(event))
-            if event.kind is not EventKind.BUILD_PROGRESS:
-                return
-            phase, total = event.detail["phase"], event.detail["total"]
-            if phase not in tasks:
-                indent = "  " if event.detail["parent"] else ""
-                tasks[phase] = bars.add_task(indent + phase, total=total)
-            bars.update(tasks[phase], completed=event.detail["step"], total=total)
-            if total is not None and event.detail["parent"] and event.detail["step"] >= total:
-                bars.remove_task(tasks.pop(phase))
 
-        yield show
+def _bars_hook(bars: Any) -> Callable[[Event], None]:
+    """A hook that draws the phases of each build on a ``rich.progress.Progress``."""
+    tasks: dict[tuple[str, str], Any] = {}
+    left = TimeLeft()
+
+    def show(event: Event) -> None:
+        rest = left.text(event)
+        if event.kind is EventKind.BUILD_PROGRESS:
+            phase, inner = event.detail["phase"], event.detail["parent"] is not None
+            total, place = event.detail["total"], (event.key, event.detail["phase"])
+            if place not in tasks:
+                tasks[place] = bars.add_task("  " * inner + phase, total=total, left="")
+            bars.update(tasks[place], completed=event.detail["step"], total=total, left="" if inner else rest)
+            if inner and total is not None and event.detail["step"] >= total:
+                bars.remove_task(tasks.pop(place))
+        elif event.kind in ENDS:
+            for place in [place for place in tasks if place[0] == event.key]:
+                bars.remove_task(tasks.pop(place))
+        elif event.kind is EventKind.BUILD_START and rest:
+            bars.console.print(_expected(event))
+
+    return show
 
 
 _TOLD = {

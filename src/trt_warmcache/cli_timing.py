@@ -41,7 +41,7 @@ def list_caches(*, stores: tuple[str, ...], as_json: bool) -> None:
         parts = manifest.parts
         click.echo(
             f"{manifest.key[:12]}  {size_text(manifest.size):>10}  {date_text(manifest.provenance.created)}  "
-            f"TensorRT {parts['builder.version']}  {parts.get('target.gpu') or '-'}  driver {parts.get('target.driver') or '-'}  "
+            f"TensorRT {parts.get('builder.version') or '-'}  {parts.get('target.gpu') or '-'}  driver {parts.get('target.driver') or '-'}  "
             f"{parts.get('scope') or 'all models'}"
         )
     click.echo(f"{len(found)} timing caches")
@@ -114,8 +114,8 @@ def _builder(manifest: Manifest) -> EngineBuilder:
     Raises:
         ConfigError: Another version is installed here.
     """
-    builder = select_builder(manifest.parts["builder.flavour"])
-    wanted = manifest.parts["builder.version"]
+    builder = select_builder(manifest.parts.get("builder.flavour"))
+    wanted = manifest.parts.get("builder.version")
     if builder.version() != wanted:
         raise ConfigError(
             f"This timing cache is of TensorRT {wanted}, and {builder.version()} is installed here; only the same version can read it."

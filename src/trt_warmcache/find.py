@@ -10,7 +10,7 @@ from trt_warmcache.builders import EngineBuilder
 from trt_warmcache.call import PLAN, Call
 from trt_warmcache.churn import ChurnWatch
 from trt_warmcache.engine import Engine, Outcome
-from trt_warmcache.errors import IncompatibleError, IntegrityError, StoreError
+from trt_warmcache.errors import IncompatibleError, IntegrityError, StoreError, UntrustedError
 from trt_warmcache.events import EventKind, Events
 from trt_warmcache.explain import explain, stored_manifests
 from trt_warmcache.judge import drift
@@ -46,11 +46,9 @@ class Finder:
         """A stored engine for the call: exact, or wider where the policy allows. Emits hit or miss."""
         engine = self.look(call, Outcome.HIT)
         if engine is None and call.policy.ladder:
-            with call.stage("lookup"):
-                engine = self._look_down(call)
+            engine = self._look_further(call, self._look_down)
         if engine is None and (call.policy.cover is Cover.WIDER or call.policy.on_miss is OnMiss.FALLBACK):
-            with call.stage("lookup"):
-                engine = self._look_wider(call)
+            engine = self._look_further(call, self._look_wider)
         if engine is None:
             self._events.emit(EventKind.MISS, key=call.key.digest, label=call.label)
         return engine
@@ -75,17 +73,30 @@ class Finder:
                 call.damage = (kind, digest, error)
             return None
         except StoreError as error:
-            self._events.emit(
-                EventKind.STORE_ERROR, key=digest, label=call.label, reason=error.reason.value, text=error.message
-            )
-            if call.policy.store_errors is StoreErrors.RAISE:
-                raise
+            self._store_failed(call, error)
             return None
         call.timings["verify"] = time.perf_counter() - looked
         self._events.emit(EventKind(outcome.value), key=digest, label=call.label)
         self._churn.hit(manifest)
         self._tell_drift(call, manifest)
         return engine
+
+    def _look_further(self, call: Call, look: Callable[[Call], Engine | None]) -> Engine | None:
+        """A look for an engine that was not built for exactly this, under the policy's word on failing stores."""
+        try:
+            with call.stage("lookup"):
+                return look(call)
+        except StoreError as error:
+            self._store_failed(call, error)
+            return None
+
+    def _store_failed(self, call: Call, error: StoreError) -> None:
+        """Tell a store's failure; it goes on as a miss where the policy says so, and else as the error."""
+        self._events.emit(
+            EventKind.STORE_ERROR, key=call.key.digest, label=call.label, reason=error.reason.value, text=error.message
+        )
+        if call.policy.store_errors is StoreErrors.RAISE:
+            raise error
 
     def _tell_drift(self, call: Call, manifest: Manifest) -> None:
         """Report drift of an entry, once for each hook it is asked with."""
@@ -126,7 +137,11 @@ class Finder:
         """A stored engine of a rung that the policy allows; see :mod:`trt_warmcache.ladder`."""
         allowed = [Rung(rung) for rung in call.policy.ladder]
         for step in exact_steps(call.key.parts, call.target, allowed):
-            manifest = call.store.manifest(Kind.ENGINE, step.digest)
+            try:
+                manifest = call.store.manifest(Kind.ENGINE, step.digest)
+            except (IntegrityError, UntrustedError) as error:
+                self._pass_over(call, step.digest, error)
+                continue
             engine = None if manifest is None else self._open_step(call, step, manifest)
             if engine is not None:
                 return engine
@@ -138,12 +153,19 @@ class Finder:
                     return engine
         return None
 
+    def _pass_over(self, call: Call, digest: str, error: IntegrityError | UntrustedError) -> None:
+        """Leave out an entry of a rung that cannot be used, setting it aside where it is damaged."""
+        if isinstance(error, IntegrityError) and error.reason != "format":
+            self.quarantine(call, Kind.ENGINE, digest, error)
+        else:
+            self._events.emit(EventKind.WARNING, key=digest, label=call.label, reason=error.reason, text=error.message)
+
     def _open_step(self, call: Call, step: Step, manifest: Manifest, *, older: bool = False) -> Engine | None:
         key = EngineKey(Kind.ENGINE, manifest.parts, manifest.labels.entry)
         try:
             engine = self.open(call, key, manifest, Outcome.COVERED, older=older)
         except IntegrityError as error:
-            self.quarantine(call, Kind.ENGINE, key.digest, error)
+            self._pass_over(call, key.digest, error)
             return None
         engine.reason = step.reason
         self._events.emit(EventKind.COVERED, key=key.digest, label=call.label, reason="ladder", text=step.reason)

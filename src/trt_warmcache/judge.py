@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trt_warmcache.builders import expected_config
+from trt_warmcache.builders import disagreements
 from trt_warmcache.errors import IncompatibleError, StoreError
 from trt_warmcache.explain import stored_manifests
 from trt_warmcache.keys import EngineKey, Kind
@@ -57,18 +57,8 @@ def drift(manifest: Manifest, options: BuildOptions, configure: Callable[..., An
     """
     found = []
     recorded = manifest.provenance.config
-    if "flags" in recorded and configure is None:
-        flags, properties = expected_config(options)
-        found += [
-            f"builder flag {flag} was {'on' if flag in recorded['flags'] else 'off'} and would be {'on' if on else 'off'}"
-            for flag, on in flags.items()
-            if (flag in recorded["flags"]) is not on
-        ]
-        found += [
-            f"{name} was {recorded[name]} and would be {value}"
-            for name, value in properties.items()
-            if name in recorded and recorded[name] != value
-        ]
+    if configure is None:  # a hook may have changed anything
+        found += [f"{name} was {was} and would be {now}" for name, was, now in disagreements(options, recorded)]
     before = manifest.extra.get("configure")
     if configure is not None and isinstance(before, str):
         now = fingerprint(configure)
@@ -118,8 +108,8 @@ class History:
         until = time.monotonic() + _SECONDS
         try:
             for manifest in stored_manifests(store, Kind.ENGINE):
-                same = all(manifest.parts.get(part) == key.parts.get(part) for part in ("model", "builder.flavour"))
-                if same and manifest.key != key.digest:
+                # One of this very key too: it is being built anew.
+                if all(manifest.parts.get(part) == key.parts.get(part) for part in ("model", "builder.flavour")):
                     relatives.append(manifest)
                 if time.monotonic() > until:
                     break

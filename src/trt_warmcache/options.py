@@ -142,6 +142,8 @@ class OptionSpec:
         rtx: Whether TensorRT-RTX has it and honours it.
         affects_plan: Whether it can change the plan; only these go into the engine key.
         instead: What to do where the option does not exist.
+        default: The value that TensorRT has by itself in every version with the option, so that giving it is the same
+            request as leaving the option out; None where there is no such value, or it may move.
     """
 
     name: str
@@ -151,6 +153,7 @@ class OptionSpec:
     rtx: bool = True
     affects_plan: bool = True
     instead: str = ""
+    default: Any = None
 
     def available(self, flavour: str, version: tuple[int, ...]) -> bool:
         """Whether this flavour and version of TensorRT honour the option."""
@@ -184,13 +187,19 @@ def _option(
     rtx: bool = True,
     affects_plan: bool = True,
     instead: str = "",
+    default: Any = None,
 ) -> Any:
-    spec = OptionSpec("", doc, since, until, rtx, affects_plan, instead)
+    spec = OptionSpec("", doc, since, until, rtx, affects_plan, instead, default)
     return dataclasses.field(default=None, metadata={"spec": spec})
 
 
+def _switch(doc: str, **where: Any) -> Any:
+    """An option that is off unless it is turned on."""
+    return _option(doc, default=False, **where)
+
+
 @strict_fields
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class BuildOptions:
     """Everything a build can be told. None, the default of every field, leaves TensorRT's own default in force.
 
@@ -200,15 +209,15 @@ class BuildOptions:
         ConfigError: An unknown field (naming the nearest known one) or a value out of range.
     """
 
-    fp16: bool | None = _option("Allow FP16 layers.", until=(10, 16), rtx=False, instead=_FROM_MODEL)
-    bf16: bool | None = _option("Allow BF16 layers.", since=(10, 0), until=(10, 16), rtx=False, instead=_FROM_MODEL)
-    int8: bool | None = _option(
+    fp16: bool | None = _switch("Allow FP16 layers.", until=(10, 16), rtx=False, instead=_FROM_MODEL)
+    bf16: bool | None = _switch("Allow BF16 layers.", since=(10, 0), until=(10, 16), rtx=False, instead=_FROM_MODEL)
+    int8: bool | None = _switch(
         "Allow INT8 layers; needs calibration or a Q/DQ model.", until=(10, 16), rtx=False, instead=_FROM_MODEL
     )
-    fp8: bool | None = _option("Allow FP8 layers.", until=(10, 16), rtx=False, instead=_FROM_MODEL)
-    int4: bool | None = _option("Allow INT4 weights.", since=(10, 1), until=(10, 16), rtx=False, instead=_FROM_MODEL)
-    fp4: bool | None = _option("Allow FP4 weights.", since=(10, 8), until=(10, 16), rtx=False, instead=_FROM_MODEL)
-    strongly_typed: bool | None = _option(
+    fp8: bool | None = _switch("Allow FP8 layers.", until=(10, 16), rtx=False, instead=_FROM_MODEL)
+    int4: bool | None = _switch("Allow INT4 weights.", since=(10, 1), until=(10, 16), rtx=False, instead=_FROM_MODEL)
+    fp4: bool | None = _switch("Allow FP4 weights.", since=(10, 8), until=(10, 16), rtx=False, instead=_FROM_MODEL)
+    strongly_typed: bool | None = _switch(
         "Take every tensor's type from the model and never choose another.",
         since=(10, 0),
         until=(10, 16),
@@ -219,25 +228,28 @@ class BuildOptions:
         "How strictly `layer_precisions` bind.", until=(10, 16), rtx=False, instead=_FROM_MODEL
     )
     layer_precisions: Mapping[str, str] | Sequence[tuple[str, str]] | None = _option(
-        "Precision by layer-name pattern (shell wildcards): float32, float16, bfloat16 or int8; a mapping or a list of "
-        "pairs. Later patterns win, so their order counts.",
+        "Precision by layer name or pattern (shell wildcards): float32, float16, bfloat16 or int8; a mapping or a list "
+        "of pairs. Later patterns win, so their order counts. Only a hint unless `precision_constraints` says otherwise.",
         until=(10, 16),
         rtx=False,
         instead=_FROM_MODEL,
     )
-    calibrate_before_fusion: bool | None = _option(
+    calibrate_before_fusion: bool | None = _switch(
         "Calibrate before layers are fused, so that the table fits every GPU.",
         until=(10, 16),
         rtx=False,
         instead=_FROM_MODEL,
     )
     tf32: bool | None = _option("Allow TF32 for float32 layers; on by default.")
-    sparse_weights: bool | None = _option("Look for 2:4 structured sparsity in the weights.")
-    strict_nans: bool | None = _option("Keep NaN semantics exact.", since=(10, 6))
-    distributive_independence: bool | None = _option("Compute distributive axes independently.", since=(10, 12))
-    debug: bool | None = _option("Synchronize after every layer, for debugging.")
+    sparse_weights: bool | None = _switch("Look for 2:4 structured sparsity in the weights.")
+    strict_nans: bool | None = _switch("Keep NaN semantics exact.", since=(10, 6))
+    distributive_independence: bool | None = _switch("Compute distributive axes independently.", since=(10, 12))
+    debug: bool | None = _switch("Synchronize after every layer, for debugging.")
     engine_capability: EngineCapability | Literal["standard", "safety", "dla_standalone"] | None = _option(
-        "The runtime that the plan is restricted to.", rtx=False, instead="TensorRT-RTX has one runtime."
+        "The runtime that the plan is restricted to.",
+        rtx=False,
+        instead="TensorRT-RTX has one runtime.",
+        default=EngineCapability.STANDARD,
     )
     optimization_level: int | None = _option(
         "How hard TensorRT optimizes, 0 (first tactic found) to 5; its default is 3."
@@ -258,7 +270,7 @@ class BuildOptions:
         rtx=False,
         instead="TensorRT-RTX chooses kernels on the user's machine.",
     )
-    tactic_heuristic: bool | None = _option(
+    tactic_heuristic: bool | None = _switch(
         "Choose tactics by a heuristic before timing them.",
         until=(8, 6),
         rtx=False,
@@ -281,6 +293,7 @@ class BuildOptions:
         since=(10, 8),
         rtx=False,
         instead="TensorRT-RTX has the setting and ignores it.",
+        default=TilingLevel.NONE,
     )
     l2_limit_for_tiling: int | None = _option(
         "L2 cache that tiling may count on, in bytes.",
@@ -301,14 +314,15 @@ class BuildOptions:
             "Which other GPUs may run the plan (same_compute_capability from 10.9).",
             rtx=False,
             instead="TensorRT-RTX plans name compute capabilities: Target(compute_capabilities=...).",
+            default=HardwareCompatibility.NONE,
         )
     )
-    version_compatible: bool | None = _option(
+    version_compatible: bool | None = _switch(
         "Make a plan that later TensorRT versions load. It then carries host code: load it from trusted stores only.",
         rtx=False,
         instead="TensorRT-RTX plans are tied to their release.",
     )
-    exclude_lean_runtime: bool | None = _option(
+    exclude_lean_runtime: bool | None = _switch(
         "Leave the lean runtime out of a version-compatible plan.",
         rtx=False,
         instead="TensorRT-RTX plans are tied to their release.",
@@ -319,32 +333,33 @@ class BuildOptions:
     refittable_weights: Sequence[str] | None = _option(
         "Names of the weights that refit='individual' marks.", since=(10, 2)
     )
-    strip_plan: bool | None = _option("Leave refittable weights out of the plan.", since=(10, 0))
-    weight_streaming: bool | None = _option("Let weights stay in host memory and stream in.", since=(10, 0))
+    strip_plan: bool | None = _switch("Leave refittable weights out of the plan.", since=(10, 0))
+    weight_streaming: bool | None = _switch("Let weights stay in host memory and stream in.", since=(10, 0))
     preview_features: Mapping[str, bool] | None = _option(
         "Preview features by stable name (without the version suffix), for example runtime_activation_resize."
     )
     dla_core: int | None = _option(
         "Run on this deep-learning accelerator core.", rtx=False, instead="TensorRT-RTX has no DLA."
     )
-    gpu_fallback: bool | None = _option(
+    gpu_fallback: bool | None = _switch(
         "Let layers that the DLA cannot run fall back to the GPU.", rtx=False, instead="TensorRT-RTX has no DLA."
     )
-    direct_io: bool | None = _option("Forbid reformatting at the network's inputs and outputs.")
+    direct_io: bool | None = _switch("Forbid reformatting at the network's inputs and outputs.")
     runtime_platform: str | None = _option(
         "Platform that will run the plan, for example windows_amd64.",
         since=(10, 2),
         rtx=False,
         instead="TensorRT-RTX rejects it; build on the platform itself.",
+        default="same_as_build",
     )
-    require_user_allocation: bool | None = _option(
+    require_user_allocation: bool | None = _switch(
         "The application allocates all device memory.", since=None, instead="Only TensorRT-RTX has it."
     )
     build_route: str | None = _option(
         "Compiler knobs as one string.", since=(11, 1), rtx=False, instead="There is nothing to route there."
     )
     native_instancenorm: bool | None = _option("Parse InstanceNormalization with TensorRT's own layer.")
-    plugin_override: bool | None = _option(
+    plugin_override: bool | None = _switch(
         "Let plugins take the place of operators that TensorRT has itself.",
         since=(10, 15),
         rtx=False,
@@ -369,6 +384,9 @@ class BuildOptions:
         affects_plan=False,
         instead="TensorRT-RTX has no timing cache.",
     )
+    monitor_memory: bool | None = _option(
+        "Log the memory that the build takes; see the logger trt_warmcache.tensorrt.", since=(10, 6), affects_plan=False
+    )
     builder_threads: int | None = _option("Threads that the builder may use.", affects_plan=False)
 
     def __post_init__(self) -> None:
@@ -389,33 +407,56 @@ class BuildOptions:
             raise ConfigError("refittable_weights only means something with refit='individual'.")
         if self.exclude_lean_runtime and not self.version_compatible:
             raise ConfigError("exclude_lean_runtime only means something with version_compatible=True.")
-        off = self.timing is TimingMode.OFF
-        if off and isinstance(self.tactics, TacticReplay) and self.tactics.entries:
-            raise ConfigError("tactics of a timing cache cannot be pinned with timing='off'.")
+        if isinstance(self.tactics, TacticReplay) and self.tactics.entries:
+            if self.timing is TimingMode.OFF:
+                raise ConfigError("tactics of a timing cache cannot be pinned with timing='off'.")
+            if self.optimization_level == 0:
+                raise ConfigError(
+                    "optimization_level=0 takes no notice of a timing cache, so no tactics can be pinned."
+                )
+        precisions = [name for name in _PRECISIONS if getattr(self, name)]
+        if self.strongly_typed and precisions:
+            raise ConfigError(
+                f"A strongly typed network takes its precisions from the model; leave {', '.join(precisions)} out, or strongly_typed."
+            )
 
     def __hash__(self) -> int:
         # Of the options set, the names only: forty values would be frozen at every request, and equality decides
         # anyway. Requests of one process rarely differ in anything but values.
         return hash(tuple([name for name, value in self.__dict__.items() if value is not None]))
 
+    def __repr__(self) -> str:
+        return f"BuildOptions({', '.join(f'{spec.name}={_plain(value)!r}' for spec, value in self.chosen())})"
+
     @classmethod
     def preset(
-        cls, preset: Preset | str, *, version: tuple[int, ...], flavour: str = "tensorrt", **overrides: Any
+        cls,
+        preset: Preset | Literal["fast", "balanced", "max"],
+        *,
+        version: tuple[int, ...] | str,
+        flavour: str = "tensorrt",
+        **overrides: Any,
     ) -> BuildOptions:
         """Options that narrow or widen TensorRT's search, mapped to what a version offers.
 
         Args:
             preset: See :class:`Preset`.
-            version: TensorRT's version, for example ``(10, 13)``.
-            flavour: ``"tensorrt"`` or ``"tensorrt_rtx"``.
+            version: TensorRT's version, for example ``(10, 13)`` or ``"10.13.3"``.
+            flavour: ``"tensorrt"`` or ``"tensorrt_rtx"``, as ``EngineBuilder.flavour`` has it.
             **overrides: Fields to set on top.
+
+        Raises:
+            ConfigError: An unknown preset or flavour, or something that is no version.
         """
+        if flavour not in {"tensorrt", "tensorrt_rtx"}:
+            raise ConfigError(f"flavour must be 'tensorrt' or 'tensorrt_rtx', not {flavour!r}.")
+        numbers = _version_numbers(version)
         wanted: dict[Preset, dict[str, Any]] = {
             Preset.FAST: {
                 "optimization_level": 1,
                 "max_tactics": 1,
                 "avg_timing_iterations": 1,
-                "tiling": TilingLevel.NONE,
+                "tactic_heuristic": True,
             },
             Preset.BALANCED: {},
             Preset.MAX: {"optimization_level": 5, "avg_timing_iterations": 8, "tiling": TilingLevel.FULL},
@@ -424,7 +465,7 @@ class BuildOptions:
         chosen = {
             name: value
             for name, value in wanted[to_enum(Preset, preset, "preset")].items()
-            if specs[name].available(flavour, version)
+            if specs[name].available(flavour, numbers)
         }
         return cls(**{**chosen, **overrides})
 
@@ -441,8 +482,15 @@ class BuildOptions:
                 yield spec, value
 
     def to_json(self, *, plan_only: bool = False) -> dict[str, Any]:
-        """The options that were set as plain JSON values; with `plan_only` just those that can change the plan."""
-        return {spec.name: _plain(value) for spec, value in self.chosen() if spec.affects_plan or not plan_only}
+        """The options that were set as plain JSON values; with `plan_only` just those that can change the plan.
+
+        An option set to what TensorRT does anyway cannot change it, and must not give another key.
+        """
+        return {
+            spec.name: _plain(value)
+            for spec, value in self.chosen()
+            if not plan_only or (spec.affects_plan and value != spec.default)
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BuildOptions:
@@ -461,38 +509,45 @@ class BuildOptions:
                 raise ConfigError(
                     f"Option {spec.name!r} does not exist in {here}; it needs {spec.where()}. {spec.instead}".rstrip()
                 )
-            if flavour != "tensorrt":
-                continue
             for part in _parts(value):
-                first, last = VALUE_RANGES.get((spec.name, part), (None, None))
-                line = tuple(version[:2])
-                if (first and line < first) or (last and line > last):
-                    versions = OptionSpec(spec.name, "", first or (8, 6), last, rtx=False).where()
-                    raise ConfigError(f"{spec.name}={part!r} does not exist in {here}; it needs {versions}.")
+                found = VALUE_RANGES.get((spec.name, part), spec)
+                if not found.available(flavour, version):
+                    raise ConfigError(f"{spec.name}={part!r} does not exist in {here}; it needs {found.where()}.")
 
 
-_Line = tuple[int, int]
+#: Precisions that TensorRT may choose by itself where it is allowed to.
+_PRECISIONS = ("fp16", "bf16", "int8", "fp8", "int4", "fp4")
 
-#: Values that not every version with their option has: first and last release line.
-VALUE_RANGES: Mapping[tuple[str, str], tuple[_Line | None, _Line | None]] = {
-    ("hardware_compatibility", "same_compute_capability"): ((10, 9), None),
-    ("refit", "identical"): ((10, 0), None),
-    ("refit", "individual"): ((10, 2), None),
-    ("timing", "require"): ((10, 0), None),
-    ("timing", "editable"): ((10, 8), None),
-    ("tactics", "layers"): (None, (10, 16)),
-    ("tactics", "entries"): ((10, 8), None),
-    ("memory_pools", "tactic_shared_memory"): ((10, 0), None),
-    ("layer_precisions", "bfloat16"): ((10, 0), None),
-    ("tactic_sources", "CUBLAS"): (None, (10, 16)),
-    ("tactic_sources", "CUBLAS_LT"): (None, (10, 16)),
-    ("tactic_sources", "CUDNN"): (None, (10, 16)),
-    ("preview_features", "aliased_plugin_io"): ((10, 3), None),
-    ("preview_features", "disable_external_tactic_sources_for_core"): (None, (8, 6)),
-    ("preview_features", "faster_dynamic_shapes"): (None, (8, 6)),
-    ("preview_features", "multidevice_runtime"): ((10, 16), (10, 16)),
-    ("preview_features", "profile_sharing"): (None, (10, 16)),
-    ("preview_features", "runtime_activation_resize"): ((10, 10), None),
+
+def _value(
+    since: tuple[int, int] | None = (8, 6), until: tuple[int, int] | None = None, *, rtx: bool = True
+) -> OptionSpec:
+    return OptionSpec("", "", since, until, rtx)
+
+
+#: Values that not every version with their option has.
+VALUE_RANGES: Mapping[tuple[str, str], OptionSpec] = {
+    ("hardware_compatibility", "same_compute_capability"): _value((10, 9), rtx=False),
+    ("refit", "identical"): _value((10, 0)),
+    ("refit", "individual"): _value((10, 2)),
+    ("timing", "require"): _value((10, 0), rtx=False),
+    ("timing", "editable"): _value((10, 8), rtx=False),
+    ("tactics", "layers"): _value(until=(10, 16), rtx=False),
+    ("tactics", "entries"): _value((10, 8), rtx=False),
+    ("memory_pools", "dla_managed_sram"): _value(rtx=False),
+    ("memory_pools", "dla_local_dram"): _value(rtx=False),
+    ("memory_pools", "dla_global_dram"): _value(rtx=False),
+    ("memory_pools", "tactic_shared_memory"): _value((10, 0)),
+    ("layer_precisions", "bfloat16"): _value((10, 0), rtx=False),
+    ("tactic_sources", "CUBLAS"): _value(until=(10, 16), rtx=False),
+    ("tactic_sources", "CUBLAS_LT"): _value(until=(10, 16), rtx=False),
+    ("tactic_sources", "CUDNN"): _value(until=(10, 16), rtx=False),
+    ("preview_features", "aliased_plugin_io"): _value((10, 3)),
+    ("preview_features", "disable_external_tactic_sources_for_core"): _value(until=(8, 6), rtx=False),
+    ("preview_features", "faster_dynamic_shapes"): _value(until=(8, 6), rtx=False),
+    ("preview_features", "multidevice_runtime"): _value((10, 16), (10, 16), rtx=False),
+    ("preview_features", "profile_sharing"): _value(until=(10, 16), rtx=False),
+    ("preview_features", "runtime_activation_resize"): _value((10, 10)),
 }
 
 
@@ -506,6 +561,17 @@ def _parts(value: Any) -> Iterator[str]:
     elif isinstance(plain, list):
         for item in plain:
             yield item[1] if isinstance(item, list) else item
+
+
+def _version_numbers(version: object) -> tuple[int, ...]:
+    parts = version.split(".") if isinstance(version, str) else version
+    try:
+        numbers = tuple(int(part) for part in parts)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        numbers = ()
+    if len(numbers) < 2:
+        raise ConfigError(f"version must be a version of TensorRT such as (10, 13) or '10.13.3', not {version!r}.")
+    return numbers
 
 
 @functools.cache
@@ -552,7 +618,8 @@ _CHECKS: dict[str, checks.Check] = {
     "profiling_verbosity": checks.choice(ProfilingVerbosity),
     "hardware_compatibility": checks.choice(HardwareCompatibility),
     "refit": checks.choice(RefitMode),
-    "refittable_weights": checks.names,
+    # None at all is what an absent list says too.
+    "refittable_weights": lambda field, value: checks.names(field, value) or None,
     "preview_features": checks.mapping(checks.stable_name, checks.flag),
     "dla_core": checks.whole(0),
     "runtime_platform": checks.lower_text,

@@ -101,6 +101,7 @@ class RuntimeCache:
                 # There is no merging kernels; of two processes that finish together the one with more stays.
                 base = self._load()
                 self.warm = True
+            self._told("contention", f"gave up after {_ATTEMPTS} collisions with other processes")
         except StoreError as error:
             self._told(error.reason.value, error.message)
         return None

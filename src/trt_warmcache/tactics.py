@@ -21,6 +21,11 @@ __all__ = ["TacticDifference", "TacticReplay"]
 
 _TIMING_KEY = re.compile("0x[0-9a-f]{32}")
 
+#: Timing caches answer this for a key that they do not have.
+_NO_TACTIC = 2**64 - 1
+
+_LEAST_INT = -(2**63)
+
 
 @dataclass(frozen=True)
 class TacticDifference:
@@ -54,9 +59,14 @@ class TacticReplay:
             entries = {str(key).lower(): int(tactic) for key, tactic in sorted(dict(self.entries).items())}
         except (TypeError, ValueError, IndexError) as error:
             raise ConfigError(f"Not a record of tactics: {error}") from error
-        for key in entries:
+        for key, tactic in entries.items():
             if not _TIMING_KEY.fullmatch(key):
                 raise ConfigError(f"{key!r} is no timing-cache key; those are 0x and 32 hex digits.")
+            if not 0 <= tactic < _NO_TACTIC:
+                raise ConfigError(f"Timing-cache entry {key}: {tactic} is no tactic hash, which has 64 bits.")
+        for name, numbers in layers.items():
+            if not all(_LEAST_INT <= number < _NO_TACTIC for number in numbers):
+                raise ConfigError(f"Layer {name!r}: implementation and tactic have 64 bits, not {numbers}.")
         if not layers and not entries:
             raise ConfigError("A record of tactics needs at least one layer or timing-cache entry.")
         put(self, "layers", layers)

@@ -196,25 +196,27 @@ def publish(
         provenance: Goes into the manifest.
         labels: Go into the manifest.
         events: Told about trouble.
-        extra: Goes into the manifest, as long as nothing had to be merged.
+        extra: Goes into the manifest; counted anew where something had to be merged.
 
     Returns:
         The manifest in force, or None where it could not be stored.
     """
-    merged = fresh
+    merged, facts = fresh, extra
     try:
         for _ in range(_ATTEMPTS):
             if base is not None and base.data == merged:
                 return base.manifest
             ref = manifests.describe_blob(_ROLE, merged)
-            manifest = manifests.seal(key, (ref,), provenance=provenance, labels=labels, extra=extra)
+            manifest = manifests.seal(key, (ref,), provenance=provenance, labels=labels, extra=facts)
             current = store.publish(manifest, {_ROLE: merged}, replacing=None if base is None else base.manifest)
             if current == manifest:
                 return manifest
             # Somebody else was first: take their union with ours, and try to replace theirs.
             base = load(store, key, events)
-            merged = fresh if base is None else builder.merge_timing(fresh, base.data)
-            extra = None  # counted before the merge
+            merged, facts = fresh, extra
+            if base is not None:
+                merged = builder.merge_timing(fresh, base.data)
+                facts = _counted(builder, merged)
         reason, text = "contention", f"gave up after {_ATTEMPTS} collisions with other writers"
     except StoreError as error:
         reason, text = error.reason.value, error.message
@@ -222,6 +224,15 @@ def publish(
         reason, text = "merge", error.message
     events.emit(EventKind.TIMING_DROPPED, key=key.digest, label=key.name, reason=reason, text=text)
     return None
+
+
+def _counted(builder: EngineBuilder, blob: bytes) -> dict[str, Any]:
+    """How many entries a timing cache has, for its manifest; nothing where the builder cannot tell."""
+    list_entries = getattr(builder, "timing_entries", None)
+    try:
+        return {} if list_entries is None else {"entries": len(list_entries(blob))}
+    except (BuildError, ConfigError):
+        return {}
 
 
 # ---- by hand ----------------------------------------------------------------------------------------------------
@@ -295,6 +306,7 @@ def _replace(store: Store, stored: StoredTiming, builder: EngineBuilder, data: b
         provenance=msgspec.structs.replace(stored.manifest.provenance, creator=f"trt_warmcache {__version__}"),
         labels=stored.manifest.labels,
         events=events,
+        extra=_counted(builder, data),
     )
     if done is None:
         raise StoreError(f"The timing cache could not be stored in {store.url}; the log says why.", store=store.url)

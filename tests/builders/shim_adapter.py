@@ -12,10 +12,13 @@ from typing import Any
 
 import tensorrt_bindings as trt  # type: ignore[import-not-found, unused-ignore]
 from tests.builders.support import build_inputs
+from tests.builders.test_options import sample
+from tests.support import tiny_model
 
 import trt_warmcache as twc
-from trt_warmcache.builders import Progress, TensorRTBuilder, TensorRTRTXBuilder
+from trt_warmcache.builders import Progress, TensorRTBuilder
 from trt_warmcache.builders._plan import check_header
+from trt_warmcache.options import option_specs
 
 PROFILE = {"x": ("1x3x32x32", "1x3x64x64", "1x3x96x96")}
 
@@ -33,6 +36,21 @@ def attempt(work: Any) -> str:
     except twc.WarmCacheError as error:
         return f"{type(error).__name__}: {error.message}"
     return "no error"
+
+
+def every_option(builder: Adapter) -> dict[str, str]:
+    """What becomes of each option, given alone: an error, or what it changed in TensorRT's own configuration."""
+    model, profiles = tiny_model(width=64), {"x": ("2x64", "2x64", "2x64")}
+    plain = builder.build(build_inputs(model, profiles=profiles)).config
+    found = {}
+    for name in option_specs():
+        try:
+            options = twc.BuildOptions(**sample(name))
+            config = builder.build(build_inputs(model, profiles=profiles, options=options)).config
+            found[name] = "changed " + ", ".join(part for part in config if config[part] != plain.get(part))
+        except twc.WarmCacheError as error:
+            found[name] = f"{type(error).__name__}: {error.message}"
+    return found
 
 
 def main(path: str, locks: str) -> dict[str, Any]:
@@ -82,7 +100,7 @@ def main(path: str, locks: str) -> dict[str, Any]:
 
     facts["configured"] = builder.build(build_inputs(path, profiles=PROFILE, configure=configure)).config
     facts["load"] = attempt(lambda: builder.deserialize(memoryview(output.plan)))
-    facts["rtx flavour"] = TensorRTRTXBuilder.flavour
+    facts["options"] = every_option(builder)
     return facts
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,3 +58,12 @@ class LineBuilder(TensorRTBuilder):
 def seven_iterations(network: Any, config: Any) -> None:
     """A configure hook that can travel."""
     config.avg_timing_iterations = 7
+
+
+def start_and_hang(network: Any, config: Any) -> None:
+    """A configure hook that starts a process, tells its number, and never returns."""
+    child = subprocess.Popen(["sleep", "600"])
+    part = Path(os.environ["TEST_PID_FILE"]).with_suffix(".part")
+    part.write_text(str(child.pid))
+    part.replace(os.environ["TEST_PID_FILE"])
+    time.sleep(600)

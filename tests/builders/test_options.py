@@ -13,9 +13,9 @@ from tests.fakes.test_fakes_matrix import read_matrix
 
 import trt_warmcache as twc
 from trt_warmcache.builders import TensorRTBuilder
-from trt_warmcache.builders._config import APPLY, effective_config, expected_config
-from trt_warmcache.keys import engine_key
-from trt_warmcache.options import VALUE_RANGES, OptionSpec, Preset, option_specs
+from trt_warmcache.builders._config import APPLY, disagreements, effective_config
+from trt_warmcache.keys import EngineKey, engine_key
+from trt_warmcache.options import VALUE_RANGES, Preset, option_specs
 
 RELEASES, MATRIX = read_matrix(Path(__file__).parent.parent / "data" / "trt_api_matrix.txt")
 _, MORE = read_matrix(Path(__file__).parent.parent / "data" / "trt_api_matrix_more.txt")
@@ -67,6 +67,7 @@ MEMBER = {
     "timing": "IBuilderConfig.set_timing_cache",
     "timing_scope": "IBuilderConfig.set_timing_cache",
     "compilation_cache": "BuilderFlag.DISABLE_COMPILATION_CACHE",
+    "monitor_memory": "BuilderFlag.MONITOR_MEMORY",
     "builder_threads": "Builder.max_threads",
 }
 #: Members that exist where the option is refused on purpose, and why: (until, reason).
@@ -84,6 +85,9 @@ VALUE_MEMBER = {
     ("timing", "editable"): "BuilderFlag.EDITABLE_TIMING_CACHE",
     ("tactics", "layers"): "IBuilderConfig.algorithm_selector",
     ("tactics", "entries"): "ITimingCache.update",
+    ("memory_pools", "dla_managed_sram"): "MemoryPoolType.DLA_MANAGED_SRAM",
+    ("memory_pools", "dla_local_dram"): "MemoryPoolType.DLA_LOCAL_DRAM",
+    ("memory_pools", "dla_global_dram"): "MemoryPoolType.DLA_GLOBAL_DRAM",
     ("memory_pools", "tactic_shared_memory"): "MemoryPoolType.TACTIC_SHARED_MEMORY",
     ("tactic_sources", "CUBLAS"): "TacticSource.CUBLAS",
     ("tactic_sources", "CUBLAS_LT"): "TacticSource.CUBLAS_LT",
@@ -142,6 +146,18 @@ def sample(name: str) -> dict[str, Any]:
     return {**beside.get(name, {}), name: VALUES.get(name, True)}
 
 
+def key(**options: Any) -> EngineKey:
+    """The key of one and the same engine but for its options."""
+    return engine_key(
+        model="blake3:0",
+        profiles=(),
+        options=twc.BuildOptions(**options),
+        flavour="tensorrt",
+        version="10.16.1.11",
+        target=A10,
+    )
+
+
 def test_every_option_is_applied_and_accounted_for() -> None:
     """The table, what applies it, and this test know the same options."""
     specs = option_specs()
@@ -170,16 +186,41 @@ def test_strongly_typed_range() -> None:
     assert {line for line in LINES if line in MORE["ILayer.precision"]} == {"8.6", "10.3", "10.16"}
 
 
-@pytest.mark.parametrize("key", sorted(VALUE_RANGES), ids=str)
-def test_values_exist_exactly_where_their_members_do(key: tuple[str, str]) -> None:
+@pytest.mark.parametrize("named", sorted(VALUE_RANGES), ids=str)
+def test_values_exist_exactly_where_their_members_do(named: tuple[str, str]) -> None:
     """Values that came later, or went earlier, than their option have ranges of their own."""
-    first, last = VALUE_RANGES[key]
-    spec = OptionSpec(key[0], "", first or (8, 6), last, rtx=False)
-    if key == ("layer_precisions", "bfloat16"):
+    spec = VALUE_RANGES[named]
+    if named == ("layer_precisions", "bfloat16"):
         assert {line for line in LINES if line in MORE["DataType.BF16"]} == {"10.3", "10.16", "11.4"}
         return
+    found = MATRIX[VALUE_MEMBER[named]]
     for release in CLASSIC:
-        assert spec.available("tensorrt", numbers(release)) is (release in MATRIX[VALUE_MEMBER[key]]), release
+        assert spec.available("tensorrt", numbers(release)) is (release in found), release
+    if option_specs()[named[0]].rtx and not named[1].startswith("dla_"):
+        assert spec.rtx is ("rtx-1.7.1" in found)
+
+
+@pytest.mark.parametrize("named", sorted(VALUE_RANGES), ids=str)
+def test_absent_values_are_refused_by_name(named: tuple[str, str]) -> None:
+    """A value that the version lacks is an error that names it and the versions that have it."""
+    option, value = named
+    given: Any = {
+        "memory_pools": {value: 1 << 20},
+        "preview_features": {value: True},
+        "tactic_sources": [value],
+        "layer_precisions": {"mul": value},
+        "tactics": {"layers": {"mul": (1, 2)}} if value == "layers" else {"entries": {"0x" + "1" * 32: 1}},
+    }.get(option, value)
+    options, spec, refused = twc.BuildOptions(**{option: given}), VALUE_RANGES[named], 0
+    for flavour, version in [("tensorrt", numbers(r)) for r in CLASSIC] + [("tensorrt_rtx", (1, 7, 1))]:
+        if spec.available(flavour, version) or not option_specs()[option].available(flavour, version):
+            continue
+        refused += 1
+        with pytest.raises(twc.ConfigError) as error:
+            options.require_available(flavour, version)
+        assert f"{option}={value!r} does not exist in" in error.value.message
+        assert spec.where() in error.value.message
+    assert refused
 
 
 @pytest.mark.parametrize("name", sorted(option_specs()))
@@ -206,21 +247,39 @@ def test_options_change_the_key_as_declared(name: str) -> None:
     """An option that can change the plan changes the key, and one that cannot does not."""
     spec = option_specs()[name]
 
-    def key(**options: Any) -> str:
-        return engine_key(
-            model="blake3:0",
-            profiles=(),
-            options=twc.BuildOptions(**options),
-            flavour="tensorrt",
-            version="10.16.1.11",
-            target=A10,
-        ).digest
-
     beside = {other: value for other, value in sample(name).items() if other != name}
     assert (key(**sample(name)) != key(**beside)) is spec.affects_plan
     again = twc.BuildOptions.from_json(twc.BuildOptions(**sample(name)).to_json())
     assert again == twc.BuildOptions(**sample(name))
     assert hash(again) == hash(twc.BuildOptions(**sample(name)))
+
+
+DEFAULTS = {name: spec.default for name, spec in option_specs().items() if spec.default is not None}
+
+
+def test_defaults_spelled_out_are_the_same_request() -> None:
+    """An option set to what TensorRT does anyway is no other engine: same key, and the parts do not mention it."""
+
+    assert {"fp16", "hardware_compatibility", "tiling", "version_compatible"} <= set(DEFAULTS)
+    for name, value in DEFAULTS.items():
+        assert key(**{name: value}) == key(), name
+    assert dict(key(**DEFAULTS).parts) == dict(key().parts)
+    assert twc.BuildOptions(fp16=False).to_json() == {"fp16": False}
+    with pytest.raises(twc.ConfigError, match=r"'fp16' does not exist in TensorRT 11\.4"):
+        twc.BuildOptions(fp16=False).require_available("tensorrt", (11, 4))
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_defaults_are_tensorrts_own(line: Line, tmp_path: Path) -> None:
+    """Each default of the table is what the line's configuration holds by itself."""
+    builder = TensorRTBuilder(make_tensorrt(line), lock_folder=tmp_path)
+    plain = builder.build(build_inputs())
+    for name, value in DEFAULTS.items():
+        if not option_specs()[name].available("tensorrt", numbers(line)):
+            continue
+        told = builder.build(build_inputs(options=twc.BuildOptions(**{name: value})))
+        assert told.config == plain.config, name
+        assert bytes(told.plan) == bytes(plain.plan), name
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -244,32 +303,67 @@ def test_options_reach_the_fake_of_their_line(line: Line, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_expected_config_agrees_with_the_real_one(line: Line, tmp_path: Path) -> None:
-    """What is predicted from the options without TensorRT is what TensorRT then says itself."""
+def test_disagreements_are_told_of_every_setting(line: Line, tmp_path: Path) -> None:
+    """What TensorRT says of itself agrees with the options that were set, and what it said without them does not."""
     builder = TensorRTBuilder(make_tensorrt(line), lock_folder=tmp_path)
+    plain = builder.build(build_inputs()).config
     for name, spec in option_specs().items():
-        if not spec.available("tensorrt", numbers(line)) or name in {"tactics", "dla_core", "strongly_typed"}:
+        if not spec.available("tensorrt", numbers(line)):
             continue
         options = twc.BuildOptions(**sample(name))
         try:
             config = builder.build(build_inputs(options=options)).config
-        except twc.ConfigError:
+        except (twc.ConfigError, twc.BuildError):
             continue
-        flags, properties = expected_config(options)
-        assert {flag: flag in config["flags"] for flag in flags} == flags
-        assert {name: config[name] for name in properties} == properties
+        assert list(disagreements(options, config)) == [], name
+        shown = config != plain and name not in {
+            "timing",
+            "compilation_cache",
+            "record_tactics",
+            "workspace",
+            "memory_pools",
+        }
+        assert bool(list(disagreements(options, plain))) is shown, name
+    assert list(disagreements(twc.BuildOptions(workspace=5), {"memory_pools": {"workspace": 7}})) == [
+        ("memory pool workspace", 7, 5)
+    ]
+    sram = twc.BuildOptions(memory_pools={"dla_managed_sram": 3 << 20})
+    assert list(disagreements(sram, {"memory_pools": {"dla_managed_sram": 2 << 20}})) == []
+    assert list(disagreements(sram, {"memory_pools": {"dla_managed_sram": 0}})) == [
+        ("memory pool dla_managed_sram", 0, 3 << 20)
+    ]
 
 
 @pytest.mark.parametrize("preset", list(Preset))
 @pytest.mark.parametrize("release", [*CLASSIC, "rtx"])
 def test_presets_hold_only_what_the_version_has(preset: Preset, release: str) -> None:
     """A preset never asks for something that its version refuses, and `max` asks for more search than `fast`."""
-    flavour, version = ("tensorrt_rtx", (1, 7, 1)) if release == "rtx" else ("tensorrt", numbers(release))
+    flavour = "tensorrt_rtx" if release == "rtx" else "tensorrt"
+    version = (1, 7, 1) if release == "rtx" else numbers(release)
     options = twc.BuildOptions.preset(preset, version=version, flavour=flavour, max_aux_streams=1)
     options.require_available(flavour, version)
     assert options.max_aux_streams == 1
     level = {Preset.FAST: 1, Preset.BALANCED: None, Preset.MAX: 5}[preset]
     assert options.optimization_level == level
+
+
+def test_presets_take_versions_as_people_write_them() -> None:
+    """A version is a tuple or a text; what is neither, and an unknown flavour, is refused and not taken for classic."""
+    texts = twc.BuildOptions.preset("fast", version="10.13.3.9")
+    assert texts == twc.BuildOptions.preset(Preset.FAST, version=(10, 13))
+    assert texts.max_tactics == 1
+    assert twc.BuildOptions.preset("fast", version="8.6.1").tactic_heuristic is True
+    for wrong in ({"version": "ten"}, {"version": 10}, {"version": "10"}, {"version": "10.13", "flavour": "rtx"}):
+        with pytest.raises(twc.ConfigError):
+            twc.BuildOptions.preset("fast", **wrong)
+    with pytest.raises(twc.ConfigError, match="must be one of 'fast', 'balanced', 'max'"):
+        twc.BuildOptions.preset("faster", version="10.13")  # type: ignore[arg-type]
+
+
+def test_options_show_what_was_set() -> None:
+    """The text of options, in errors and logs, is what was given and no more."""
+    options = twc.BuildOptions(refit="individual", refittable_weights=["w"], tf32=False)
+    assert repr(options) == "BuildOptions(tf32=False, refit='individual', refittable_weights=['w'])"
 
 
 def test_spellings_are_one_option() -> None:
@@ -303,6 +397,11 @@ def test_spellings_are_one_option() -> None:
         {"tactics": {}},
         {"tactics": {"entries": {"0x12": 1}}},
         {"tactics": {"entries": {"0x" + "0" * 32: 1}}, "timing": "off"},
+        {"tactics": {"entries": {"0x" + "0" * 32: 1}}, "optimization_level": 0},
+        {"tactics": {"entries": {"0x" + "0" * 32: -1}}},
+        {"tactics": {"entries": {"0x" + "0" * 32: 2**64 - 1}}},
+        {"tactics": {"layers": {"mul": (1, 2**64)}}},
+        {"strongly_typed": True, "fp16": True},
         {"layer_precisions": {"a": "float64"}},
         {"preview_features": {"PROFILE_SHARING_0806": True, "profile_sharing": False}},
         {"tactic_sources": "CUBLAS"},

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.builders.support import A10, LineBuilder, build_inputs, seven_iterations
+from tests.builders.support import A10, LineBuilder, build_inputs, seven_iterations, start_and_hang
 from tests.fakes._build import read_plan
-from tests.support import PROFILE, tiny_model
+from tests.support import PROFILE, real_model, run_python, tiny_model
 
 import trt_warmcache as twc
 from trt_warmcache.builders import IsolatedBuilder, ProcessLimits, Progress, TensorRTRTXBuilder, isolated
+from trt_warmcache.builders._folder import _sweep
 from trt_warmcache.events import EventKind
 from trt_warmcache.testing import FakeBuilder
 
@@ -116,7 +117,8 @@ def test_errors_come_back_whole(tmp_path: Path) -> None:
     [
         ("segfault", None, r"crashed \(SIGSEGV\); this process is unharmed"),
         ("kill", None, "was killed .SIGKILL."),
-        ("memory", 2 << 30, "ran out of memory"),
+        ("segfault", 8 << 30, r"crashed \(SIGSEGV\).* limited to 8589934592 bytes \(Policy\.build_memory_bytes\)"),
+        ("memory", 2 << 30, r"ran out of memory\. Its memory was limited to 2147483648 bytes"),
         ("exit", None, r"ended with exit code 7 and no result\. Its last words: about to leave"),
     ],
 )
@@ -140,6 +142,49 @@ def test_deaths_are_errors(
         assert time.monotonic() - started < 20
 
 
+@pytest.mark.parametrize("limit", [1 << 20, 200 << 20, 600 << 20])
+def test_real_builds_out_of_memory(limit: int) -> None:
+    """However little memory a real build gets, at import, at loading or while building: an error that names the limit."""
+    inputs = build_inputs(tiny_model(width=64), profiles=FIXED, target=twc.Target())
+    with pytest.raises((twc.BuildError, twc.ConfigError), match=rf"limited to {limit} bytes"):
+        IsolatedBuilder(TensorRTRTXBuilder(), ProcessLimits(memory_bytes=limit)).build(inputs)
+
+
+def test_a_limit_above_the_machines_own(tmp_path: Path) -> None:
+    """Where the machine allows less than was asked for, its limit holds and the build runs."""
+    code = (
+        "import resource, sys\n"
+        "from tests.builders.support import LineBuilder, build_inputs\n"
+        "from trt_warmcache.builders import IsolatedBuilder, ProcessLimits\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (32 << 30, 32 << 30))\n"
+        "builder = IsolatedBuilder(LineBuilder('10.16', sys.argv[1]), ProcessLimits(memory_bytes=64 << 30))\n"
+        "print(builder.build(build_inputs()).plan.nbytes)\n"
+    )
+    path = os.pathsep.join(filter(None, sys.path))
+    assert int(run_python(code, tmp_path, env={"PYTHONPATH": path})) > 0
+
+
+@pytest.mark.parametrize("end", [signal.SIGSEGV, signal.SIGKILL, None])
+def test_last_words_of_a_real_build(end: signal.Signals | None) -> None:
+    """A real build that crashes, is killed, or runs into a limit: the error has the last lines that TensorRT logged."""
+    before = children()
+
+    def on_progress(step: Progress) -> None:
+        if step.step == step.total:
+            if end is None:
+                raise twc.BuildTimeout("enough")
+            for child in children() - before:
+                os.kill(child, end)
+
+    model = real_model("rapidocr_onnxruntime", "models/ch_PP-OCRv4_det_infer.onnx")  # takes a second
+    shape = "1x3x320x320"
+    inputs = build_inputs(model, profiles={"x": (shape,) * 3}, target=twc.Target(), on_progress=on_progress)
+    with pytest.raises(twc.BuildError) as failed:
+        IsolatedBuilder(TensorRTRTXBuilder()).build(inputs)
+    assert any(line.startswith("[INFO] ") for line in failed.value.log)
+    assert not any(line.startswith("[VERBOSE]") for line in failed.value.log)
+
+
 def test_time_limit_ends_a_hanging_build(tmp_path: Path, model: Path) -> None:
     """A build that never reaches another step is ended all the same, also where the builder reports no progress."""
     with manager(
@@ -159,6 +204,38 @@ def test_time_limit_ends_a_hanging_build(tmp_path: Path, model: Path) -> None:
         pytest.raises(twc.BuildTimeout),
     ):
         quiet.get(model, profiles=PROFILE)
+    with (
+        manager(tmp_path / "store", old) as quiet,
+        pytest.raises(twc.BuildTimeout, match="request's timeout of 2 s"),
+    ):
+        quiet.get(model, profiles=PROFILE, timeout=2.0)
+
+
+def test_nothing_that_a_build_started_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that a build started itself are ended with it."""
+    told = tmp_path / "pid"
+    monkeypatch.setenv("TEST_PID_FILE", str(told))
+    started = time.monotonic()
+
+    def checkpoint() -> None:
+        if told.exists() or time.monotonic() - started > 30:
+            raise twc.BuildTimeout("enough")
+
+    builder = IsolatedBuilder(LineBuilder("10.16", str(tmp_path / "locks")))
+    with pytest.raises(twc.BuildTimeout):
+        builder.build(build_inputs(configure=start_and_hang, checkpoint=checkpoint))
+    state = Path(f"/proc/{told.read_text()}/stat")
+    while not ended(state) and time.monotonic() - started < 40:
+        time.sleep(0.02)
+    assert ended(state)
+
+
+def test_a_model_that_changes_meanwhile(tmp_path: Path, model: Path) -> None:
+    """What the building process reads is what the key was made of, or an error."""
+    inputs = build_inputs(model)
+    model.write_bytes(tiny_model(weight=5.0))
+    with pytest.raises(twc.ModelError, match="changed while it was in use"):
+        IsolatedBuilder(LineBuilder("10.16", str(tmp_path / "locks"))).build(inputs)
 
 
 def test_closing_the_manager_ends_the_build(tmp_path: Path, model: Path) -> None:
@@ -181,8 +258,9 @@ def test_closing_the_manager_ends_the_build(tmp_path: Path, model: Path) -> None
     assert children() == before
 
 
-def test_child_ends_with_its_parent(tmp_path: Path, model: Path) -> None:
-    """When the process that wants the engine is killed, its building process goes too and keeps no GPU."""
+def test_child_ends_with_its_parent(tmp_path: Path, model: Path, temporary: Path) -> None:
+    """When the process that wants the engine is killed, its building process goes too and keeps no GPU; the folder that it
+    left is swept by a later build, once it is old, and those of living builds never are."""
     code = (
         "import sys, trt_warmcache as twc\n"
         "from trt_warmcache.testing import FakeBuilder\n"
@@ -190,7 +268,8 @@ def test_child_ends_with_its_parent(tmp_path: Path, model: Path) -> None:
         " policy=twc.Policy(isolation='process'), memo=twc.DigestMemo(None))\n"
         "m.get(sys.argv[2], profiles={'x': ('1x4', '2x4', '8x4')})\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "store"), str(model)])
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "store"), str(model)], env=environment)
     try:
         deadline = time.monotonic() + 30
         child: set[int] = set()
@@ -198,15 +277,50 @@ def test_child_ends_with_its_parent(tmp_path: Path, model: Path) -> None:
             child = child_pids(parent.pid)
             time.sleep(0.02)
         assert child
+        (folder,) = leftovers(temporary)
+        build = IsolatedBuilder(LineBuilder("10.16", str(tmp_path / "locks"))).build
+        os.utime(temporary / folder, (0, 0))
+        build(build_inputs())
+        assert leftovers(temporary) == [folder]  # its owner lives
         parent.send_signal(signal.SIGKILL)
         parent.wait(10)
         state = Path(f"/proc/{child.pop()}/stat")
         while time.monotonic() < deadline and not ended(state):
             time.sleep(0.02)
         assert ended(state)
+        os.utime(temporary / folder)
+        build(build_inputs())
+        assert leftovers(temporary) == [folder]  # too young to be judged
+        os.utime(temporary / folder, (0, 0))
+        build(build_inputs())
+        assert leftovers(temporary) == []
     finally:
         parent.kill()
         parent.wait(10)
+
+
+def test_sweeping_leaves_what_is_not_its_own(tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links, files and other people's folders under such a name stay, and so does what a link leads to."""
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("kept")
+    (temporary / "trt_warmcache-build-link").symlink_to(precious)
+    (temporary / "trt_warmcache-build-file").write_text("kept")
+    os.utime(precious, (0, 0))
+    os.utime(temporary / "trt_warmcache-build-file", (0, 0))
+    os.utime(temporary / "trt_warmcache-build-link", (0, 0), follow_symlinks=False)
+    IsolatedBuilder(LineBuilder("10.16", str(tmp_path / "locks"))).build(build_inputs())
+    assert sorted(leftovers(temporary)) == ["trt_warmcache-build-file", "trt_warmcache-build-link"]
+    assert (precious / "file").read_text() == "kept"
+    theirs = temporary / "trt_warmcache-build-theirs"
+    theirs.mkdir()
+    os.utime(theirs, (0, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr("os.getuid", lambda: theirs.stat().st_uid + 1)
+        _sweep(temporary)
+    assert theirs.exists()
+    _sweep(temporary)
+    assert not theirs.exists()
 
 
 def test_where_builds_run(tmp_path: Path, model: Path) -> None:
@@ -234,13 +348,18 @@ def test_one_build_per_gpu_across_processes(tmp_path: Path) -> None:
 
     def build(width: int) -> None:
         seen: list[float] = []
+
+        def on_progress(step: Progress) -> None:
+            if step.phase != "Waiting for the GPU":
+                seen.append(time.monotonic())
+
         shape = f"1x{width}"
         builder = IsolatedBuilder(LineBuilder("10.16", str(tmp_path / "locks"), seconds_per_layer=0.3))
         builder.build(
             build_inputs(
                 tiny_model(width=width),
                 profiles={"x": (shape, shape, shape)},
-                on_progress=lambda step: seen.append(time.monotonic()),
+                on_progress=on_progress,
             )
         )
         spans.append((seen[0], seen[-1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.support import tiny_model
 import trt_warmcache as twc
 from trt_warmcache.builders import Progress, TensorRTRTXBuilder
 from trt_warmcache.builders._plan import read_header
+from trt_warmcache.options import option_specs
 
 #: One shape only: with a range of shapes TensorRT-RTX fills some bytes of a plan differently each time.
 FIXED = {"x": ("2x64", "2x64", "2x64")}
@@ -53,12 +55,21 @@ def test_builds_are_reproducible(plain: str) -> None:
         {"weight_streaming": True},
         {"refit": "individual"},
         {"require_user_allocation": True},
+        {"memory_pools": {"tactic_shared_memory": 1 << 14}},
     ],
     ids=str,
 )
 def test_options_that_reach_the_plan(plain: str, options: dict[str, Any]) -> None:
     """Options that TensorRT-RTX honours change the plan's bytes, so they must be in the key."""
     assert digest(build(options)) != plain
+
+
+def test_defaults_spelled_out_change_nothing(plain: str) -> None:
+    """Options set to the table's defaults, which are left out of the key, leave the real library's plan as it is."""
+    defaults = {name: spec.default for name, spec in option_specs().items() if spec.rtx and spec.default is not None}
+    assert {"sparse_weights", "weight_streaming"} <= set(defaults)
+    for name, value in defaults.items():
+        assert digest(build({name: value})) == plain, name
 
 
 @pytest.mark.parametrize(
@@ -69,11 +80,13 @@ def test_options_that_reach_the_plan(plain: str, options: dict[str, Any]) -> Non
         {"max_aux_streams": 1},
         {"workspace": 1 << 28},
         {"sparse_weights": True},
+        {"memory_pools": {"tactic_dram": 1 << 28}},
         {"direct_io": True},
         {"debug": True},
         {"strict_nans": True},
         {"distributive_independence": True},
         {"builder_threads": 2},
+        {"monitor_memory": True},
         {"native_instancenorm": True},
         {"preview_features": {"runtime_activation_resize": True}},
     ],
@@ -102,6 +115,14 @@ def test_compute_capabilities() -> None:
         build(target=twc.Target(compute_capabilities=["9.0"]))
     with pytest.raises(twc.ConfigError, match="not one GPU"):
         build(target=twc.Target(gpu="NVIDIA A10", compute_capability="8.6"))
+
+
+def test_a_plan_for_other_gpus_than_asked_is_refused() -> None:
+    """The plan's own header has the last word on which GPUs it serves."""
+    output = build(target=twc.Target(compute_capabilities=["8.6"]))
+    asked = build_inputs(tiny_model(width=64), profiles=FIXED, target=twc.Target(compute_capabilities=["8.9"]))
+    with pytest.raises(twc.BuildError, match=r"asked for compute capabilities 8\.9 and says that it serves 8\.6"):
+        TensorRTRTXBuilder()._add_extras(output, None, asked)
 
 
 def test_timing_cache_is_never_touched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +170,10 @@ def test_refused_models() -> None:
         TensorRTRTXBuilder().build(build_inputs(broken.SerializeToString(), profiles=FIXED, target=PORTABLE))
     assert refused.value.node == "act"
     assert refused.value.operator == "NoSuchOperator"
+    empty = onnx.load_model_from_string(tiny_model(width=64))
+    del empty.graph.node[:], empty.graph.output[:], empty.graph.initializer[:], empty.graph.input[:]
+    with pytest.raises(twc.ModelError, match="has no graph"):
+        TensorRTRTXBuilder().build(build_inputs(empty.SerializeToString(), profiles=(), target=PORTABLE))
 
 
 @pytest.mark.parametrize("options", [{"refit": "all"}, {"strip_plan": True}, {"version_compatible": True}])
@@ -157,6 +182,22 @@ def test_what_fails_without_a_gpu_says_so(options: dict[str, Any]) -> None:
     with pytest.raises((twc.BuildError, twc.ConfigError)) as failed:
         build(options)
     assert len(failed.value.message) > 40
+
+
+def test_failures_beside_good_builds() -> None:
+    """Builds in several threads: the failing ones have their own reasons, the good ones none of those."""
+    wrong = build_inputs(tiny_model(width=64), profiles=FIXED, target=PORTABLE, options=twc.BuildOptions(workspace=1))
+
+    def fail() -> str:
+        with pytest.raises(twc.BuildError) as failed:
+            TensorRTRTXBuilder().build(wrong)
+        return failed.value.message
+
+    with ThreadPoolExecutor(4) as pool:
+        failures = [pool.submit(fail) for _ in range(4)]
+        good = [pool.submit(build) for _ in range(4)]
+        assert all("workspace limit" in failure.result() for failure in failures)
+        assert all(one.result().warnings == () for one in good)
 
 
 def test_check_plan() -> None:
@@ -221,6 +262,10 @@ def test_validity_bits(bits: int, error: type[Exception] | None, text: str) -> N
             return "INVALID", bits
 
     check = TensorRTRTXBuilder()._check_runtime
+    header = memoryview(b"vtrt" + bytes(28) + bytes([0x0C]) + bytes(67))
+    if bits & 2 and not bits & 32:
+        with pytest.raises(error or AssertionError, match=r"it serves 8\.6, 8\.9"):
+            check(None, Runtime(), header)
     if error is None:
         check(None, Runtime(), memoryview(bytes(100)))
     else:

@@ -151,7 +151,11 @@ class IBuilderConfig(PybindObject):
     def set_memory_pool_limit(self, pool: PybindEnum, pool_size: int) -> None:
         if type(pool_size) is not int or pool_size < 0:
             raise TypeError(f"set_memory_pool_limit(): incompatible function arguments. Invoked with: {pool_size!r}")
-        self._pools[int(self._world.need_enum(pool, "MemoryPoolType", "set_memory_pool_limit"))] = pool_size
+        number = int(self._world.need_enum(pool, "MemoryPoolType", "set_memory_pool_limit"))
+        if pool.name.startswith("DLA_"):  # as seen where there is no DLA: told in the log, and nothing changes
+            self._log("ERROR", "IBuilderConfig::setMemoryPoolLimit: API Usage Error (no DLA is present)")
+            return
+        self._pools[number] = pool_size
 
     def get_memory_pool_limit(self, pool: PybindEnum) -> int:
         number = int(self._world.need_enum(pool, "MemoryPoolType", "get_memory_pool_limit"))

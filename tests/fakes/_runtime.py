@@ -90,12 +90,17 @@ class ICudaEngine(PybindObject):
         return object()
 
     def serialize(self) -> Any:
+        if "STRIP_PLAN" in self._plan["flags"]:
+            return self.serialize_with_config(self.create_serialization_config())
         return host_memory(self._world, write_plan(self._world.numbers, self._plan))
 
     @only("10.0")
     def create_serialization_config(self) -> ISerializationConfig:
         config: ISerializationConfig = self._world.new(ISerializationConfig)
         config._flags = 0
+        if "STRIP_PLAN" in self._plan["flags"]:
+            # A guess from what callers have to do: the samples clear this flag to get the weights of a refitted engine.
+            config.set_flag(self._world.member("SerializationFlag", "EXCLUDE_WEIGHTS"))
         return config
 
     @only("10.0")

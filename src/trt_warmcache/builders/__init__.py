@@ -12,7 +12,7 @@ from trt_warmcache.builders._base import (
     LoadNeeds,
     Progress,
 )
-from trt_warmcache.builders._config import expected_config
+from trt_warmcache.builders._config import disagreements
 from trt_warmcache.builders._process import IsolatedBuilder, ProcessLimits, isolated
 from trt_warmcache.builders._select import select_builder
 from trt_warmcache.builders._tensorrt import TensorRTBuilder
@@ -33,7 +33,7 @@ __all__ = [
     "TensorRTBuilder",
     "TensorRTRTXBuilder",
     "TimingEntry",
-    "expected_config",
+    "disagreements",
     "isolated",
     "select_builder",
 ]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trt_warmcache._checks import stable_name
+from trt_warmcache.builders._log import TrtLog
 from trt_warmcache.errors import ConfigError
 from trt_warmcache.options import (
     BuildOptions,
@@ -30,8 +31,8 @@ __all__ = [
     "Setup",
     "apply_options",
     "canonical_name",
+    "disagreements",
     "effective_config",
-    "expected_config",
     "network_flags",
     "without_deprecation",
 ]
@@ -186,7 +187,8 @@ def _layer_precisions(setup: Setup, rules: tuple[tuple[str, str], ...]) -> None:
     for index in range(setup.network.num_layers):
         layer = setup.network.get_layer(index)
         for pattern, kind in rules:
-            if fnmatch.fnmatchcase(layer.name, pattern):
+            # TensorRT's own names have brackets in them, which mean something else in a pattern.
+            if layer.name == pattern or fnmatch.fnmatchcase(layer.name, pattern):
                 layer.precision = setup.member("DataType", _LAYER_TYPES[kind])
                 unused.discard(pattern)
     if unused:
@@ -269,23 +271,35 @@ APPLY: Mapping[str, Callable[[Setup, Any], None]] = {
     "timing": _timing,
     "timing_scope": _elsewhere,
     "compilation_cache": _compilation_cache,
+    "monitor_memory": _flag("MONITOR_MEMORY"),
     "builder_threads": _threads,
 }
 
 
-def apply_options(setup: Setup, options: BuildOptions) -> None:
-    """Turn every option that was set.
+def apply_options(setup: Setup, options: BuildOptions, messages: TrtLog) -> None:
+    """Turn every option that was set, and make sure that TensorRT took it.
 
     Raises:
         ConfigError: The installed version refuses one.
     """
+    plain = options.to_json()
     for spec, value in options.chosen():
         try:
-            APPLY[spec.name](setup, value)
+            # A setter that refuses raises nothing; it logs an error and leaves things as they were.
+            with messages.aside() as told:
+                APPLY[spec.name](setup, value)
         except (AttributeError, TypeError, RuntimeError) as error:
-            raise ConfigError(
-                f"The installed {setup.trt.__name__} {setup.trt.__version__} refused option {spec.name}={value!r}: {error}"
-            ) from error
+            raise _refused(setup, f"{spec.name}={plain[spec.name]!r}: {error}") from error
+        if told:
+            raise _refused(setup, f"{spec.name}={plain[spec.name]!r}: {told[0]}")
+    with messages.aside():
+        effective = effective_config(setup, options)
+    for name, found, value in disagreements(options, effective):
+        raise _refused(setup, f"a setting in silence: {name} was to be {value} and stayed {found}.")
+
+
+def _refused(setup: Setup, what: str) -> ConfigError:
+    return ConfigError(f"The installed {setup.trt.__name__} {setup.trt.__version__} refused {what}")
 
 
 def network_flags(trt: Any, options: BuildOptions) -> int:
@@ -369,16 +383,21 @@ def effective_config(setup: Setup, options: BuildOptions) -> dict[str, Any]:
     return found
 
 
-#: What an option shows up as in an effective configuration: a builder flag, or a property and how its value is spelled.
-_SHOWN_FLAGS = {
-    "fp16": "FP16", "bf16": "BF16", "int8": "INT8", "fp8": "FP8", "int4": "INT4", "fp4": "FP4", "tf32": "TF32",
-    "sparse_weights": "SPARSE_WEIGHTS", "strict_nans": "STRICT_NANS", "debug": "DEBUG",
-    "distributive_independence": "DISTRIBUTIVE_INDEPENDENCE", "version_compatible": "VERSION_COMPATIBLE",
-    "exclude_lean_runtime": "EXCLUDE_LEAN_RUNTIME", "strip_plan": "STRIP_PLAN", "weight_streaming": "WEIGHT_STREAMING",
-    "gpu_fallback": "GPU_FALLBACK", "direct_io": "DIRECT_IO", "require_user_allocation": "REQUIRE_USER_ALLOCATION",
-    "tactic_heuristic": "ENABLE_TACTIC_HEURISTIC",
+#: Parts of an effective configuration that list what is on, what to call their members, and the options that turn them.
+_SWITCHES: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "flags": ("builder flag", {
+        "fp16": "FP16", "bf16": "BF16", "int8": "INT8", "fp8": "FP8", "int4": "INT4", "fp4": "FP4", "tf32": "TF32",
+        "sparse_weights": "SPARSE_WEIGHTS", "strict_nans": "STRICT_NANS", "debug": "DEBUG",
+        "distributive_independence": "DISTRIBUTIVE_INDEPENDENCE", "version_compatible": "VERSION_COMPATIBLE",
+        "exclude_lean_runtime": "EXCLUDE_LEAN_RUNTIME", "strip_plan": "STRIP_PLAN", "weight_streaming": "WEIGHT_STREAMING",
+        "gpu_fallback": "GPU_FALLBACK", "direct_io": "DIRECT_IO", "require_user_allocation": "REQUIRE_USER_ALLOCATION",
+        "tactic_heuristic": "ENABLE_TACTIC_HEURISTIC", "monitor_memory": "MONITOR_MEMORY",
+    }),
+    "quantization_flags": ("quantization flag", {"calibrate_before_fusion": "CALIBRATE_BEFORE_FUSION"}),
 }  # fmt: skip
-_SHOWN_PROPERTIES = {
+
+#: Options that show up as one value.
+_VALUES = {
     "optimization_level": "builder_optimization_level",
     "avg_timing_iterations": "avg_timing_iterations",
     "max_tactics": "max_num_tactics",
@@ -390,25 +409,50 @@ _SHOWN_PROPERTIES = {
     "hardware_compatibility": "hardware_compatibility_level",
     "runtime_platform": "runtime_platform",
     "engine_capability": "engine_capability",
+    "tactic_sources": "tactic_sources",
+    "dla_core": "DLA_core",
 }
 
 
-def expected_config(options: BuildOptions) -> tuple[dict[str, bool], dict[str, Any]]:
-    """What this release would set for these options: builder flags on or off, and properties.
+def disagreements(options: BuildOptions, config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """In what an effective configuration is not what these options ask for, told without TensorRT.
 
-    The part of an effective configuration that can be told without loading TensorRT.
+    Args:
+        options: What is asked for.
+        config: An effective configuration, also one recorded by an earlier release.
+
+    Yields:
+        The setting's name, what it is, and what it is to be.
     """
-    flags: dict[str, bool] = {}
-    properties: dict[str, Any] = {}
-    for spec, value in options.chosen():
-        if spec.name in _SHOWN_FLAGS:
-            flags[_SHOWN_FLAGS[spec.name]] = bool(value)
-        elif spec.name in _SHOWN_PROPERTIES:
-            plain = getattr(value, "value", value)
-            number = isinstance(plain, int) or spec.name == "build_route"
-            properties[_SHOWN_PROPERTIES[spec.name]] = plain if number else str(plain).upper()
-        elif isinstance(value, RefitMode):
-            flags[_REFIT_FLAGS[value]] = True
-        elif isinstance(value, PrecisionConstraints):
-            flags[f"{value.value.upper()}_PRECISION_CONSTRAINTS"] = True
-    return flags, properties
+    for part, (kind, switches) in _SWITCHES.items():
+        wanted = {name: getattr(options, option) for option, name in switches.items()}
+        if part == "flags":
+            if options.refit is not None:
+                wanted[_REFIT_FLAGS[RefitMode(options.refit)]] = True
+            if options.precision_constraints is not None:
+                constraints = PrecisionConstraints(options.precision_constraints)
+                wanted[f"{constraints.value.upper()}_PRECISION_CONSTRAINTS"] = True
+        yield from _switched(kind, wanted, config.get(part))
+    yield from _switched("preview feature", dict(options.preview_features or {}), config.get("preview_features"))
+    plain = options.to_json()
+    for option, name in _VALUES.items():
+        value = plain.get(option)
+        if isinstance(value, str) and option != "build_route":
+            value = value.upper()
+        if value is not None and name in config and config[name] != value:
+            yield name, config[name], value
+    pools = {MemoryPool(pool).value: size for pool, size in (options.memory_pools or {}).items()}
+    if options.workspace is not None:
+        pools["workspace"] = options.workspace
+    for pool, size in pools.items():
+        found = config.get("memory_pools", {}).get(pool, size)
+        # Sizes of the DLA's pools are rounded down to powers of two.
+        if found != size and not (pool.startswith("dla_") and size // 2 < found <= size):
+            yield f"memory pool {pool}", found, size
+
+
+def _switched(kind: str, wanted: Mapping[str, bool | None], on: Any) -> Iterator[tuple[str, str, str]]:
+    words = {True: "on", False: "off"}
+    for name, value in wanted.items():
+        if value is not None and on is not None and (name in on) is not value:
+            yield f"{kind} {name}", words[not value], words[value]

@@ -24,36 +24,64 @@ def default_lock_folder() -> Path:
 
 
 @contextmanager
-def device_turn(device: str, checkpoint: Callable[[], None], *, folder: Path | None = None) -> Iterator[None]:
+def device_turn(
+    device: str,
+    checkpoint: Callable[[], None],
+    *,
+    folder: Path | None = None,
+    on_wait: Callable[[int], None] = lambda _: None,
+) -> Iterator[None]:
     """Wait for, and hold, the turn to build on a GPU. The kernel gives it back when the holder dies.
+
+    A turn only keeps timings clean; where no lock can be had, the build is still right, and goes on with a warning.
 
     Args:
         device: UUID of the GPU.
         checkpoint: Called while waiting; an exception raised by it ends the wait.
         folder: Where the locks lie; by default :func:`default_lock_folder`.
+        on_wait: Called with 0 where others have the turn, and with 1 when the wait is over.
     """
-    from filelock import Timeout, UnixFileLock
-
-    folder = folder or default_lock_folder()
-    path = folder / hashlib.sha256(device.encode()).hexdigest()[:32]
+    checkpoint()
+    lock = _Lock(device, folder or default_lock_folder())
+    waiting = False
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = UnixFileLock(path, fallback_to_soft=False, thread_local=False)
-        while True:
+        while not lock.acquired():
+            if not waiting:
+                waiting = True
+                log.info("waiting for another build on %s to finish", device)
+                on_wait(0)
+            time.sleep(_PAUSE)
             checkpoint()
-            try:
-                lock.acquire(blocking=False)
-                break
-            except Timeout:
-                time.sleep(_PAUSE)
-    except OSError as error:
-        if isinstance(error, TimeoutError):
-            raise
-        # A turn only keeps timings clean; where no lock can be had, the build is still right.
-        log.warning("building on %s without waiting for other builds: %s", device, error)
-        yield
-        return
-    try:
+        if waiting:
+            on_wait(1)
         yield
     finally:
         lock.release()
+
+
+class _Lock:
+    """A kernel lock on a file, or none where the folder allows none."""
+
+    def __init__(self, device: str, folder: Path) -> None:
+        from filelock import UnixFileLock
+
+        self._device = device
+        self._folder = folder
+        path = folder / hashlib.sha256(device.encode()).hexdigest()[:32]
+        self._lock = UnixFileLock(path, fallback_to_soft=False, thread_local=False)
+
+    def acquired(self) -> bool:
+        """Whether nobody else has it now."""
+        from filelock import Timeout
+
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock.acquire(blocking=False)
+        except Timeout:
+            return False
+        except OSError as error:
+            log.warning("building on %s without waiting for other builds: %s", self._device, error)
+        return True
+
+    def release(self) -> None:
+        self._lock.release()

@@ -8,9 +8,6 @@ is the one reported: a second one about the CUDA driver often follows and mislea
 from __future__ import annotations
 
 import importlib
-import logging
-import tempfile
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
@@ -19,7 +16,9 @@ from typing import Any
 
 from trt_warmcache.builders._base import BuilderCapabilities, BuildInputs, BuildOutput, LoadNeeds, Progress
 from trt_warmcache.builders._config import Setup, apply_options, effective_config, network_flags
+from trt_warmcache.builders._folder import working_folder
 from trt_warmcache.builders._library import LIBRARIES, find_library, loaded_library, module_available, version_of
+from trt_warmcache.builders._log import TrtLog, listening
 from trt_warmcache.builders._plan import check_header
 from trt_warmcache.builders._plugins import PluginLoader, creators
 from trt_warmcache.builders._refit import check_refitted, refit
@@ -29,49 +28,7 @@ from trt_warmcache.options import BuildOptions
 from trt_warmcache.profiles import ShapeProfile
 from trt_warmcache.target import Target
 
-__all__ = ["NvInferBuilder", "TrtLog"]
-
-log = logging.getLogger("trt_warmcache.tensorrt")
-
-#: Messages kept for error reports; TensorRT logs tens of thousands when verbose.
-_KEPT_LINES = 200
-
-
-class TrtLog:
-    """What TensorRT logged during one operation.
-
-    Attributes:
-        first_error: The first message of severity ERROR or INTERNAL_ERROR, or "".
-        warnings: Distinct warnings, in order.
-        tail: The last lines of any severity.
-    """
-
-    def __init__(self) -> None:
-        self.first_error = ""
-        self.warnings: dict[str, None] = {}
-        self.tail: deque[str] = deque(maxlen=_KEPT_LINES)
-
-    def add(self, severity: str, message: str) -> None:
-        """Take one line. Called by TensorRT, possibly from its own threads."""
-        text = message.strip()
-        if severity in {"ERROR", "INTERNAL_ERROR"}:
-            self.first_error = self.first_error or text
-        elif severity == "WARNING" and len(self.warnings) < _KEPT_LINES:
-            self.warnings.setdefault(text)
-        if severity != "VERBOSE":
-            self.tail.append(f"[{severity}] {text}")
-        log.debug("[%s] %s", severity, text)
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Errors logged meanwhile are no reason for a failure; some releases log one when a setting is merely read."""
-        before = self.first_error
-        yield
-        self.first_error = before
-
-    def reason(self, otherwise: str) -> str:
-        """The first error, or a sentence for when TensorRT gave none."""
-        return self.first_error or otherwise
+__all__ = ["NvInferBuilder"]
 
 
 class NvInferBuilder:
@@ -179,10 +136,12 @@ class NvInferBuilder:
     def build(self, inputs: BuildInputs) -> BuildOutput:
         self.check(inputs.options, inputs.target)
         trt = self._trt()
-        messages = TrtLog()
+        with listening(trt) as (logger, messages):
+            return self._build(trt, logger, messages, inputs)
+
+    def _build(self, trt: Any, logger: Any, messages: TrtLog, inputs: BuildInputs) -> BuildOutput:
         # Everything below stays referenced by locals until the plan exists: the bindings keep only some of it alive,
         # and a parser does not keep its network.
-        logger = make_logger(trt, messages)
         builder = self._create_builder(trt, logger, messages)
         plugins = self._load_plugins(trt, logger, builder, inputs)
         inputs.checkpoint()
@@ -190,9 +149,9 @@ class NvInferBuilder:
             network, parser = self._parse(trt, builder, logger, inputs, path, messages)
             config = builder.create_builder_config()
             setup = Setup(trt, builder, network, config)
-            self._add_profiles(setup, inputs)
+            self._add_profiles(setup, inputs, messages)
             self._set_target(setup, inputs.target)
-            apply_options(setup, inputs.options)
+            apply_options(setup, inputs.options, messages)
             calibrator = self._set_calibration(setup, inputs)
             extras = self._set_extras(setup, inputs, messages)
             if inputs.configure is not None:
@@ -270,7 +229,7 @@ class NvInferBuilder:
             raise ModelError("The parser made an empty network of this model; it has no graph.")
         return network, parser
 
-    def _add_profiles(self, setup: Setup, inputs: BuildInputs) -> None:
+    def _add_profiles(self, setup: Setup, inputs: BuildInputs, messages: TrtLog) -> None:
         tensors = [setup.network.get_input(index) for index in range(setup.network.num_inputs)]
         shape_tensors = [tensor.name for tensor in tensors if tensor.is_shape_tensor]
         for profile in inputs.profiles:
@@ -287,7 +246,8 @@ class NvInferBuilder:
                     ) from error
             if not made or setup.config.add_optimization_profile(made) < 0:
                 raise ConfigError(
-                    f"TensorRT refused the profile {profile}; are all inputs named, with min <= opt <= max?"
+                    f"TensorRT refused the profile {profile}: "
+                    + messages.reason("it gave no reason; are all inputs named, with min <= opt <= max?")
                 )
         if shape_tensors and not inputs.profiles:
             _require_values(ShapeProfile({}), shape_tensors)
@@ -347,8 +307,10 @@ class NvInferBuilder:
         needs = needs or LoadNeeds()
         self.check_plan(plan, older=needs.host_code)
         trt = self._trt()
-        messages = TrtLog()
-        logger = make_logger(trt, messages)
+        with listening(trt) as (logger, messages):
+            return self._load(trt, logger, messages, plan, needs)
+
+    def _load(self, trt: Any, logger: Any, messages: TrtLog, plan: memoryview, needs: LoadNeeds) -> Any:
         try:
             runtime = trt.Runtime(logger)
         except TypeError as error:
@@ -367,7 +329,7 @@ class NvInferBuilder:
             )
         if needs.weights is not None:
             refit(trt, engine, logger, needs.weights, messages.reason)
-            check_refitted(engine, plan.nbytes)
+            check_refitted(trt, engine, plan.nbytes)
         return engine
 
     def _require_plugins(self, trt: Any, logger: Any, runtime: Any, needs: LoadNeeds) -> None:
@@ -385,19 +347,6 @@ class NvInferBuilder:
 
     def _check_runtime(self, trt: Any, runtime: Any, plan: memoryview) -> None:
         """What can be asked about a plan before TensorRT reads all of it."""
-
-
-def make_logger(trt: Any, messages: TrtLog) -> Any:
-    """An ``ILogger`` that fills `messages`. The class is made here because its base lives in the bindings."""
-
-    class Logger(trt.ILogger):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)  # the bindings refuse an instance whose base was not initialized
-
-        def log(self, severity: Any, msg: str) -> None:
-            messages.add(severity.name, msg)
-
-    return Logger()
 
 
 def make_monitor(trt: Any, inputs: BuildInputs) -> Any:
@@ -506,5 +455,5 @@ def _parser_path(inputs: BuildInputs) -> Iterator[Path | None]:
         yield model.local_path
     else:
         # Remote models need their side files here; and parsers were reported to fail under non-ASCII folders.
-        with tempfile.TemporaryDirectory(prefix="trt_warmcache-") as folder:
-            yield model.stage(Path(folder))
+        with working_folder() as folder:
+            yield model.stage(folder)

@@ -13,10 +13,8 @@ import json
 import mmap
 import os
 import select
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,6 +30,7 @@ from trt_warmcache.builders._base import (
     LoadNeeds,
     Progress,
 )
+from trt_warmcache.builders._folder import working_folder
 from trt_warmcache.errors import BuildError, ConfigError, WarmCacheError
 from trt_warmcache.options import BuildOptions
 from trt_warmcache.policy import Isolation, Policy
@@ -119,11 +118,8 @@ class IsolatedBuilder:
             BuildError: It failed, or its process died; with the last lines that it wrote.
         """
         inputs.checkpoint()
-        folder = Path(tempfile.mkdtemp(prefix="trt_warmcache-build-"))
-        try:
+        with working_folder() as folder:
             return self._run(inputs, folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def _run(self, inputs: BuildInputs, folder: Path) -> BuildOutput:
         job = self._job(inputs, folder)
@@ -153,6 +149,9 @@ class IsolatedBuilder:
             with os.fdopen(reader, "rb", buffering=0) as pipe:
                 self._follow(child, pipe, inputs)
             code = self._wait(child, inputs)
+        except BuildError as error:  # a limit that the caller's checkpoint keeps
+            error.log = error.log or _tail(folder / "log")
+            raise
         finally:
             _end(child)
         return self._result(code, folder)
@@ -199,9 +198,11 @@ class IsolatedBuilder:
         pending = b""
         while True:
             inputs.checkpoint()
-            ready, _, _ = select.select([pipe], [], [], _POLL)
+            # In this order: what the child wrote before it ended is read even if it ends between the two.
+            ended = child.poll() is not None
+            ready, _, _ = select.select([pipe], [], [], 0 if ended else _POLL)
             if not ready:
-                if child.poll() is not None:
+                if ended:
                     return
                 continue
             data = pipe.read(65536)
@@ -226,7 +227,7 @@ class IsolatedBuilder:
         except (OSError, ValueError):
             raise BuildError(f"{self._fate(code)}{_last(tail)}", log=tail, exit_code=code) from None
         if "error" in result:
-            raise _error(result["error"], tail)
+            raise _error(result["error"], tail, self._limited())
         tactics = result.pop("tactics")
         timing = (folder / "timing.out").read_bytes() if result.pop("has_timing") else None
         return BuildOutput(
@@ -244,12 +245,17 @@ class IsolatedBuilder:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         if -code == signal.SIGKILL:
             return "The building process was killed (SIGKILL), most likely because the machine ran out of memory."
-        if self.limits.memory_bytes is not None:
-            return f"The building process died of {name}; its memory was limited to {self.limits.memory_bytes} bytes."
-        return f"The building process crashed ({name}); this process is unharmed."
+        return f"The building process crashed ({name}); this process is unharmed.{self._limited()}"
+
+    def _limited(self) -> str:
+        """The limit, for errors that it may be the reason of."""
+        limit = self.limits.memory_bytes
+        return "" if limit is None else f" Its memory was limited to {limit} bytes (Policy.build_memory_bytes)."
 
 
-def isolated(builder: EngineBuilder, policy: Policy, *, target: Target, configure: Any) -> EngineBuilder:
+def isolated(
+    builder: EngineBuilder, policy: Policy, *, target: Target, configure: Any, timed: bool = False
+) -> EngineBuilder:
     """The builder as a policy wants it run.
 
     Args:
@@ -257,12 +263,15 @@ def isolated(builder: EngineBuilder, policy: Policy, *, target: Target, configur
         policy: Says where builds run and what they may use.
         target: Its GPU is the only one that a process of its own sees.
         configure: The request's hook, which has to travel too.
+        timed: The request has a timeout. A builder without progress can only be stopped in a process of its own.
 
     Raises:
         ConfigError: The policy asks for a process of its own, or the target's GPU is not the one that this process
             builds on, and the builder or the hook cannot travel.
     """
     how = policy.isolation
+    if how is Isolation.AUTO and timed and not builder.capabilities.progress:
+        how = Isolation.WHERE_POSSIBLE
     here = _building_device(builder)
     elsewhere = here is not None and target.uuid is not None and here != target.uuid
     if how is Isolation.NONE:
@@ -328,17 +337,19 @@ def callable_name(function: Any) -> str:
     return f"{module}:{name}"
 
 
-def _error(told: Mapping[str, Any], tail: tuple[str, ...]) -> BaseException:
+def _error(told: Mapping[str, Any], tail: tuple[str, ...], limited: str) -> BaseException:
     """The child's error, made anew here."""
     kind = getattr(errors, told["type"], None)
     if isinstance(kind, type) and issubclass(kind, WarmCacheError):
-        details = dict(told["details"])
+        details, message = dict(told["details"]), told["message"]
         if issubclass(kind, BuildError):
             details["log"] = tuple(details.get("log", ())) or tail
-        return kind(told["message"], **details)
+        if issubclass(kind, (BuildError, ConfigError)):
+            message += limited  # what cannot be loaded or allocated may only lack memory
+        return kind(message, **details)
     if told["type"] == "MemoryError":
-        return BuildError("The building process ran out of memory." + _last(tail), log=tail)
-    return BuildError(f"The build failed with {told['type']}: {told['message']}", log=tail)
+        return BuildError(f"The building process ran out of memory.{limited}{_last(tail)}", log=tail)
+    return BuildError(f"The build failed with {told['type']}: {told['message']}{limited}", log=tail)
 
 
 def _map(path: Path) -> memoryview:

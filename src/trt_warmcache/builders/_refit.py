@@ -6,10 +6,9 @@ is judged by a list of our own: every weight that the engine has must have been 
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
+from trt_warmcache.builders._folder import working_folder
 from trt_warmcache.errors import ConfigError, IncompatibleError, IntegrityError
 from trt_warmcache.model import ModelSource
 
@@ -42,10 +41,10 @@ def refit(trt: Any, engine: Any, logger: Any, model: ModelSource, reason: Any) -
             f"This engine takes no weights: {reason('it was built without a refit option.')}", about_plan=True
         ) from error
     parser = trt.OnnxParserRefitter(refitter, logger)
-    with tempfile.TemporaryDirectory(prefix="trt_warmcache-") as folder:
+    with working_folder() as folder:
         path = model.local_path
         if model.summary.external and (path is None or not str(path).isascii()):
-            path = model.stage(Path(folder))
+            path = model.stage(folder)
         data = model.read()
         done = parser.refit_from_bytes(data) if path is None else parser.refit_from_bytes(data, str(path))
         if not done:
@@ -70,17 +69,21 @@ def _require_all(refitter: Any) -> None:
         )
 
 
-def check_refitted(engine: Any, stripped_bytes: int) -> None:
+def check_refitted(trt: Any, engine: Any, stripped_bytes: int) -> None:
     """Make sure that an engine which was refitted really carries weights now.
 
     Args:
+        trt: The bindings.
         engine: ``ICudaEngine`` after the refit.
         stripped_bytes: Size of the plan it came from.
 
     Raises:
         IntegrityError: Serialized, it is no larger than before.
     """
-    serialized = engine.serialize()
+    # An engine that came without weights may leave them out by default, although it has them now.
+    config = engine.create_serialization_config()
+    config.clear_flag(trt.SerializationFlag.EXCLUDE_WEIGHTS)
+    serialized = engine.serialize_with_config(config)
     size = 0 if serialized is None else memoryview(serialized).nbytes
     if size <= stripped_bytes:
         raise IntegrityError(

@@ -12,8 +12,8 @@ __all__ = ["make_selector"]
 def make_selector(trt: Any, replay: TacticReplay | None) -> Any:
     """An ``IAlgorithmSelector`` that takes the recorded tactics, and records what was taken.
 
-    Its ``missing`` names the layers whose recorded tactic TensorRT did not offer; TensorRT only prints an exception
-    raised in a callback, so the adapter asks afterwards.
+    Its ``missing`` names the layers whose recorded tactic TensorRT did not offer, ``not_asked()`` the recorded layers that
+    TensorRT never asked about; it only prints an exception raised in a callback, so the adapter asks afterwards.
     """
 
     class Selector(trt.IAlgorithmSelector):  # type: ignore[misc]
@@ -21,11 +21,14 @@ def make_selector(trt: Any, replay: TacticReplay | None) -> Any:
             trt.IAlgorithmSelector.__init__(self)
             self.missing: list[str] = []
             self.taken: dict[str, tuple[int, int]] = {}
+            self._asked: set[str] = set()
+
+        def not_asked(self) -> list[str]:
+            return [] if replay is None else sorted(replay.layers.keys() - self._asked)
 
         def select_algorithms(self, context: Any, choices: list[Any]) -> list[int]:
-            if replay is None:
-                return list(range(len(choices)))
-            wanted = replay.layers.get(context.name)
+            self._asked.add(context.name)
+            wanted = None if replay is None else replay.layers.get(context.name)
             if wanted is None:
                 return list(range(len(choices)))
             for index, choice in enumerate(choices):

@@ -5,23 +5,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trt_warmcache.builders._base import BuilderCapabilities, BuildInputs, BuildOutput, CalibrationRun
+from trt_warmcache.builders._base import BuilderCapabilities, BuildInputs, BuildOutput, CalibrationRun, Progress
 from trt_warmcache.builders._config import Setup, without_deprecation
 from trt_warmcache.builders._device_lock import device_turn
-from trt_warmcache.builders._nvinfer import NvInferBuilder, TrtLog, make_logger
+from trt_warmcache.builders._log import TrtLog, listening
+from trt_warmcache.builders._nvinfer import NvInferBuilder
 from trt_warmcache.builders._selector import make_selector
 from trt_warmcache.builders._timing import (
     AttachedTiming,
     TimingEntry,
+    adopt_entries,
     attach_timing,
     cache_entries,
     count_entries,
-    lost,
+    load_timing,
     pin_entries,
+    restore_entries,
 )
 from trt_warmcache.calibration_data import CalibrationAlgorithm
 from trt_warmcache.calibration_table import CalibrationTable
@@ -81,8 +84,16 @@ class TensorRTBuilder(NvInferBuilder):
             raise ConfigError(
                 "Target(compute_capabilities=...) is for TensorRT-RTX; classic TensorRT builds for one GPU: Target.detect(), or Target(gpu=..., compute_capability=...)."
             )
-        if options.record_tactics and self._numbers[0] >= 11 and options.timing is TimingMode.OFF:
-            raise ConfigError("record_tactics needs a timing cache here; leave timing='off' out.")
+        # From 10.8 the timing cache records them; without one an algorithm selector can, up to 10.16.
+        recordable = {TimingMode.OFF: self._numbers[0] < 11, TimingMode.REQUIRE: self._numbers[:2] < (10, 8)}
+        if (
+            options.record_tactics
+            and isinstance(options.timing, TimingMode)
+            and not recordable.get(options.timing, True)
+        ):
+            raise ConfigError(
+                f"record_tactics measures every layer into a timing cache here, which timing={options.timing.value!r} forbids; leave timing out."
+            )
 
     def _set_calibration(self, setup: Setup, inputs: BuildInputs) -> Any:
         if inputs.calibration is None:
@@ -141,34 +152,43 @@ class TensorRTBuilder(NvInferBuilder):
         return tables[0] if tables else None
 
     def _set_extras(self, setup: Setup, inputs: BuildInputs, messages: TrtLog) -> _Extras:
-        options, extras = inputs.options, _Extras()
-        if options.timing is not TimingMode.OFF:
-            extras.timing = attach_timing(setup.config, inputs.timing)
-            if extras.timing.rejected:
-                messages.add("WARNING", f"{extras.timing.rejected}; layers are timed anew.")
+        options = inputs.options
         replay = options.tactics if isinstance(options.tactics, TacticReplay) else None
         editable = hasattr(setup.trt, "TimingCacheKey")
-        if replay is not None and replay.entries:
+        extras = _Extras()
+        if options.timing is not TimingMode.OFF:
+            # The shared cache has entries of every model; one that starts empty ends with those of this build alone.
+            extras.records_cache = bool(options.record_tactics) and editable and not (replay and replay.layers)
+            extras.timing = attach_timing(setup.config, None if extras.records_cache else inputs.timing)
+            if extras.records_cache:
+                extras.stored, extras.timing.rejected = load_timing(setup.config, inputs.timing)
+            if extras.timing.rejected:
+                messages.add("WARNING", f"{extras.timing.rejected}; layers are timed anew.")
+        if extras.records_cache or (replay is not None and replay.entries):
             setup.flag("EDITABLE_TIMING_CACHE")
-            if extras.timing is not None:
-                extras.unpinned, _ = pin_entries(setup.trt, extras.timing.cache, replay.entries)
-        if (replay is not None and replay.layers) or (options.record_tactics and not editable):
+        if replay is not None and replay.entries and extras.timing is not None:
+            extras.unpinned, extras.replaced = pin_entries(setup.trt, extras.timing.cache, replay.entries)
+        if (replay is not None and replay.layers) or (options.record_tactics and not extras.records_cache):
             extras.selector = make_selector(setup.trt, replay)
             with without_deprecation():
                 setup.config.algorithm_selector = extras.selector
             if replay is not None:
                 setup.flag("REJECT_EMPTY_ALGORITHMS")
-        if options.record_tactics and editable and extras.selector is None:
-            setup.flag("EDITABLE_TIMING_CACHE")
         return extras
 
     def _build_again(self, setup: Setup, inputs: BuildInputs, extras: _Extras) -> bool:
-        # TensorRT can change entries of a timing cache but not add any. Where a pinned key was unknown, the build
-        # just done has measured it, so it can be pinned now and counts in a second build.
-        if not extras.unpinned or extras.timing is None:
+        # TensorRT can change entries of a timing cache but not add any. Where a key was unknown, the build just done has
+        # measured it, so its tactic can be set now and counts in a second build.
+        if extras.timing is None:
             return False
-        assert isinstance(inputs.options.tactics, TacticReplay)
-        extras.unpinned, changed = pin_entries(setup.trt, extras.timing.cache, inputs.options.tactics.entries)
+        cache, changed = extras.timing.cache, False
+        if extras.stored is not None:
+            changed = adopt_entries(cache, extras.stored)
+        if extras.unpinned:
+            assert isinstance(inputs.options.tactics, TacticReplay)
+            extras.unpinned, replaced = pin_entries(setup.trt, cache, inputs.options.tactics.entries)
+            extras.replaced |= replaced
+            changed |= bool(replaced)
         return changed and not extras.unpinned
 
     def _check_extras(self, inputs: BuildInputs, extras: _Extras) -> None:
@@ -183,25 +203,49 @@ class TensorRTBuilder(NvInferBuilder):
             )
 
     def _add_extras(self, output: BuildOutput, extras: _Extras, inputs: BuildInputs) -> BuildOutput:
+        output = self._with_records(output, extras, inputs)
+        if inputs.options.record_tactics and output.tactics is None:
+            told = "record_tactics found nothing to record: TensorRT timed nothing in this build."
+            output = replace(output, warnings=(*output.warnings, told))
+        return output
+
+    def _with_records(self, output: BuildOutput, extras: _Extras, inputs: BuildInputs) -> BuildOutput:
         tactics = None
-        if extras.selector is not None and extras.selector.taken:
-            tactics = TacticReplay(layers=extras.selector.taken)
+        if extras.selector is not None:
+            strangers = extras.selector.not_asked()
+            if strangers:
+                names = ", ".join(map(repr, strangers[:5]))
+                raise BuildError(
+                    f"The recorded tactics name layers that do not occur in this build, such as {names}: another model, profile or TensorRT made the record. Record them again."
+                )
+            if extras.selector.taken:
+                tactics = TacticReplay(layers=extras.selector.taken)
         if extras.timing is None:
             return replace(output, tactics=tactics)
-        cache = extras.timing.cache
-        if inputs.options.record_tactics and tactics is None and hasattr(cache, "queryKeys"):
+        cache, rejected = extras.timing.cache, extras.timing.rejected
+        if extras.records_cache:
             entries = {entry.key: entry.tactic for entry in cache_entries(cache)}
             tactics = TacticReplay(entries=entries) if entries else None
+        # Pins are for this build; other models share the cache, and their keys say nothing of these tactics.
+        restore_entries(cache, extras.replaced)
+        if extras.stored is not None and not cache.combine(extras.stored, ignore_mismatch=False):
+            rejected = "TensorRT refused to combine the stored timing cache with what was measured"
         return replace(
             output,
             timing=bytes(cache.serialize()),
             timing_entries=count_entries(cache),
-            timing_rejected=extras.timing.rejected,
+            timing_rejected=rejected,
             tactics=tactics,
         )
 
     def _turn(self, inputs: BuildInputs) -> AbstractContextManager[None]:
-        return device_turn(inputs.target.uuid or "any GPU", inputs.checkpoint, folder=self._lock_folder)
+        # A target that does not name its GPU is built for on this process's: the turn is that GPU's all the same.
+        device = inputs.target.uuid or self.current_device() or "any GPU"
+
+        def on_wait(done: int) -> None:
+            inputs.on_progress(Progress("Waiting for the GPU", None, done, 1))
+
+        return device_turn(device, inputs.checkpoint, folder=self._lock_folder, on_wait=on_wait)
 
     # ---- timing caches ------------------------------------------------------------------------------------------
 
@@ -247,18 +291,17 @@ class TensorRTBuilder(NvInferBuilder):
             raise ConfigError(
                 f"TensorRT {self.version()} cannot list or edit a timing cache; that needs TensorRT 10.8 or later."
             )
-        messages = TrtLog()
-        logger = make_logger(trt, messages)
-        builder = self._create_builder(trt, logger, messages)
-        yield trt, builder.create_builder_config(), messages
+        with listening(trt) as (logger, messages):
+            builder = self._create_builder(trt, logger, messages)
+            yield trt, builder.create_builder_config(), messages
 
     @staticmethod
     def _load_timing(config: Any, blob: bytes, messages: TrtLog) -> Any:
-        cache = config.create_timing_cache(blob)
-        if lost(config, cache, blob):
+        cache, rejected = load_timing(config, blob)
+        if rejected:
             why = next(reversed(messages.warnings), "it gave an empty cache")
             raise BuildError(f"This timing cache cannot be read here: {why}", log=tuple(messages.tail))
-        return cache
+        return config.create_timing_cache(b"") if cache is None else cache
 
     def current_device(self) -> str | None:
         """UUID of the GPU that builds in this process run on, or None where nobody can tell."""
@@ -278,8 +321,20 @@ class TensorRTBuilder(NvInferBuilder):
 
 @dataclass
 class _Extras:
-    """What a classic build holds on to, and asks afterwards."""
+    """What a classic build holds on to, and asks afterwards.
+
+    Attributes:
+        timing: The timing cache; None where the build has none.
+        records_cache: Its entries are to become a record of tactics.
+        stored: With `records_cache`, the cache that others share; its tactics hold for the layers that it knows.
+        selector: The algorithm selector, where one pins or records.
+        unpinned: Keys to be pinned that the timing cache does not have yet.
+        replaced: What pinned entries were before.
+    """
 
     timing: AttachedTiming | None = None
+    records_cache: bool = False
+    stored: Any = None
     selector: Any = None
     unpinned: tuple[str, ...] = ()
+    replaced: dict[Any, Any] = field(default_factory=dict)

@@ -15,10 +15,11 @@ from trt_warmcache.target import Target
 __all__ = ["TensorRTRTXBuilder"]
 
 _MALFORMED = 32
+_UNSUPPORTED_GPU = 2
 
 _DIAGNOSTICS = {
     1: "it was built by another version",
-    2: "this GPU's compute capability is not among those it was built for",
+    _UNSUPPORTED_GPU: "this GPU's compute capability is not among those it was built for",
     4: "the CUDA driver is too old",
     8: "the CUDA runtime is too old",
     16: "there is not enough GPU memory",
@@ -76,6 +77,9 @@ class TensorRTRTXBuilder(NvInferBuilder):
         if diagnostics & _MALFORMED:
             raise IntegrityError("TensorRT-RTX says that this plan is malformed.", reason="header")
         reasons = [text for bit, text in _DIAGNOSTICS.items() if diagnostics & bit]
+        header = read_header(plan)
+        if diagnostics & _UNSUPPORTED_GPU and header is not None:
+            reasons.append(f"it serves {', '.join(header.compute_capabilities) or 'no known one'}")
         # "Invalid" with no reason at all means that there is no GPU to judge by; deserializing will say so.
         if reasons:
             raise IncompatibleError("This machine cannot run the plan: " + "; ".join(reasons) + ".")

@@ -14,15 +14,20 @@ from typing import Any
 __all__ = [
     "AttachedTiming",
     "TimingEntry",
+    "adopt_entries",
     "attach_timing",
     "cache_entries",
     "count_entries",
+    "load_timing",
     "lost",
     "pin_entries",
+    "restore_entries",
 ]
 
 #: What ``query`` answers for a key that is not there.
 _NO_TACTIC = 2**64 - 1
+
+_NOTHING_USABLE = "TensorRT found no usable entry in the stored timing cache"
 
 
 @dataclass(frozen=True)
@@ -58,16 +63,13 @@ def attach_timing(config: Any, blob: bytes | None) -> AttachedTiming:
 
     A cache is always attached, since TensorRT otherwise warns that there is none.
     """
-    cache = config.create_timing_cache(blob or b"")
-    attached = AttachedTiming(cache)
-    if blob and lost(config, cache, blob):
-        attached.rejected = "TensorRT found no usable entry in the stored timing cache"
-    elif not config.set_timing_cache(cache, ignore_mismatch=False):
-        attached.rejected = "TensorRT refused the stored timing cache: it was measured on another device"
-    if attached.rejected:
-        attached.cache = config.create_timing_cache(b"")
-    config.set_timing_cache(attached.cache, ignore_mismatch=False)
-    return attached
+    cache, rejected = load_timing(config, blob)
+    if cache is not None and not config.set_timing_cache(cache, ignore_mismatch=False):
+        cache, rejected = None, "TensorRT refused the stored timing cache: it was measured on another device"
+    if cache is None:
+        cache = config.create_timing_cache(b"")
+        config.set_timing_cache(cache, ignore_mismatch=False)
+    return AttachedTiming(cache, rejected)
 
 
 def lost(config: Any, cache: Any, blob: bytes) -> bool:
@@ -98,14 +100,15 @@ def cache_entries(cache: Any) -> tuple[TimingEntry, ...]:
     return tuple(sorted(found, key=lambda entry: entry.key))
 
 
-def pin_entries(trt: Any, cache: Any, tactics: Mapping[str, int]) -> tuple[tuple[str, ...], bool]:
+def pin_entries(trt: Any, cache: Any, tactics: Mapping[str, int]) -> tuple[tuple[str, ...], dict[Any, Any]]:
     """Put tactics into a cache.
 
     Returns:
-        The keys that the cache does not have (TensorRT cannot add any), and whether anything was changed.
+        The keys that the cache does not have (TensorRT cannot add any), and what was there before, for
+        :func:`restore_entries`.
     """
-    missing, changed = [], False
-    known = {str(key): key for key in cache.queryKeys()}
+    missing, replaced = [], {}
+    known = {str(key).lower(): key for key in cache.queryKeys()}
     for text, tactic in tactics.items():
         key = known.get(text)
         value = None if key is None else cache.query(key)
@@ -113,7 +116,37 @@ def pin_entries(trt: Any, cache: Any, tactics: Mapping[str, int]) -> tuple[tuple
             missing.append(text)
         elif int(value.tacticHash) != tactic:
             if cache.update(key, trt.TimingCacheValue(tactic, float(value.timingMSec))):
-                changed = True
+                replaced[text] = (key, value)
             else:
                 missing.append(text)
-    return tuple(missing), changed
+    return tuple(missing), replaced
+
+
+def restore_entries(cache: Any, replaced: Mapping[Any, Any]) -> None:
+    """Undo :func:`pin_entries`."""
+    for key, value in replaced.values():
+        cache.update(key, value)
+
+
+def adopt_entries(cache: Any, other: Any) -> bool:
+    """Take over another cache's entries for the keys that both have.
+
+    Returns:
+        Whether any tactic changed.
+    """
+    changed, theirs = False, {str(key).lower(): key for key in other.queryKeys()}
+    for key in cache.queryKeys():
+        there = theirs.get(str(key).lower())
+        if there is not None:
+            value = other.query(there)
+            changed |= int(value.tacticHash) != int(cache.query(key).tacticHash)
+            cache.update(key, value)
+    return changed
+
+
+def load_timing(config: Any, blob: bytes | None) -> tuple[Any, str]:
+    """A cache from a blob, or None where there is no blob or it gives nothing; and why it gave nothing, or ""."""
+    if not blob:
+        return None, ""
+    cache = config.create_timing_cache(blob)
+    return (None, _NOTHING_USABLE) if lost(config, cache, blob) else (cache, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
+import logging
 import os
 import resource
 import signal
@@ -22,7 +23,8 @@ def main() -> None:
     job = json.loads(Path("job.json").read_text(encoding="utf-8"))
     _die_with(job["parent"])
     if job["memory_bytes"] is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (job["memory_bytes"], job["memory_bytes"]))
+        _limit_memory(job["memory_bytes"])
+    _log_to_stderr()
     try:
         result = _build(job, int(sys.argv[1]))
     except BaseException as error:  # noqa: BLE001  whatever it is, the other side must hear of it
@@ -30,6 +32,22 @@ def main() -> None:
     # Renamed into place, so that a process killed while writing leaves no half result.
     Path("result.part").write_text(json.dumps(result), encoding="utf-8")
     Path("result.part").replace("result.json")
+
+
+def _log_to_stderr() -> None:
+    """Let TensorRT's lines go where the other side looks for this process's last words; but for the verbose ones."""
+    logger = logging.getLogger("trt_warmcache.tensorrt")
+    handler = logging.StreamHandler()
+    handler.addFilter(lambda record: not (record.args and record.args[0] == "VERBOSE"))  # type: ignore[index]
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+
+
+def _limit_memory(size: int) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY:
+        size = min(size, most)  # a limit of the machine's own can only be lowered
+    resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
 def _build(job: dict[str, Any], pipe: int) -> dict[str, Any]:
