@@ -10,6 +10,8 @@ import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.support import tiny_model
+
 import trt_warmcache as twc
 
 if TYPE_CHECKING:
@@ -68,6 +70,28 @@ print(sorted(name for name in sys.modules if name.partition(".")[0] in heavy))
 def test_every_public_name_is_light(run_python: RunPython) -> None:
     """Using every public name still loads no TensorRT, onnx, numpy, or client of any cloud."""
     assert run_python(HEAVY).strip() == "[]"
+
+
+HIT = """
+import sys
+import trt_warmcache as twc
+manager = twc.EngineManager(sys.argv[1], builder="tensorrt_rtx")
+assert manager.get(sys.argv[2], profiles={"x": "2x4"}).outcome is twc.Outcome.HIT
+print(sorted(name.removeprefix("trt_warmcache.") for name in sys.modules if name.startswith("trt_warmcache.")))
+"""
+
+
+def test_a_hit_loads_little(run_python: RunPython, tmp_path: Path) -> None:
+    """A hit in a folder loads no remote store, no other flavour's builder, and nothing that only a build needs."""
+    (tmp_path / "tiny.onnx").write_bytes(tiny_model())
+    with twc.EngineManager(tmp_path / "store", builder="tensorrt_rtx") as manager:
+        manager.get(tmp_path / "tiny.onnx", profiles={"x": "2x4"})
+    loaded = set(ast.literal_eval(run_python(HIT, tmp_path / "store", tmp_path / "tiny.onnx")))
+    assert "builders._tensorrt_rtx" in loaded
+    assert not loaded & {
+        "build", "timing", "runtime_cache", "lease", "cli", "bundle", "eviction", "builders._tensorrt",
+        "builders._timing", "builders._process", "stores._fsspec", "stores._layered", "stores._obstore", "stores._wire",
+    }  # fmt: skip
 
 
 EVERY_MODULE = """

@@ -11,8 +11,9 @@ Importing this package reads no environment, opens no file and loads neither Ten
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from trt_warmcache._lazy import lazy
 from trt_warmcache._version import __version__
 
 if TYPE_CHECKING:
@@ -184,16 +185,7 @@ _HOME = {
 
 
 if not TYPE_CHECKING:  # type checkers that saw it would take any misspelt name for real
-
-    def __getattr__(name: str) -> Any:
-        home = _HOME.get(name)
-        if home is None:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        import importlib
-
-        value = getattr(importlib.import_module(home), name)
-        globals()[name] = value
-        return value
+    __getattr__ = lazy(__name__, _HOME, globals())
 
 
 def __dir__() -> list[str]:

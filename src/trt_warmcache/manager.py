@@ -17,10 +17,9 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trt_warmcache import manifest as manifests
-from trt_warmcache.build import BuildStage
 from trt_warmcache.builders import EngineBuilder, LoadNeeds
 from trt_warmcache.calibration import StoredTable
 from trt_warmcache.calibration_data import Calibration
@@ -49,16 +48,16 @@ from trt_warmcache.model import ModelSource
 from trt_warmcache.policy import OnMiss, OnWait, Policy
 from trt_warmcache.request import EngineRequest, as_request
 from trt_warmcache.resolve import Resolver
-from trt_warmcache.runtime_cache import RuntimeCache
-from trt_warmcache.runtime_cache import key_for as kernels_key
 from trt_warmcache.singleflight import SingleFlight, WaitLimits, acquire_or_find
 from trt_warmcache.stores import Payload, Store, open_store
 from trt_warmcache.stores._local import LockUnavailable
 from trt_warmcache.target import Target
-from trt_warmcache.timing import TimingSession
 from trt_warmcache.trust import Keyring, Signer, StoreViews
 from trt_warmcache.uses import UseLog
 from trt_warmcache.warm import WarmReport, WarmRow
+
+if TYPE_CHECKING:
+    from trt_warmcache.runtime_cache import RuntimeCache
 
 __all__ = ["EngineManager"]
 
@@ -105,11 +104,7 @@ class EngineManager:
             raise ConfigError(f"target must be a Target, not {target!r}.")
         if policy is not None and not isinstance(policy, Policy):
             raise ConfigError(f"policy must be a Policy, not {policy!r}.")
-        if isinstance(builder, str) and builder not in {"auto", "tensorrt", "tensorrt_rtx"}:
-            raise ConfigError(
-                f"builder must be 'auto', 'tensorrt', 'tensorrt_rtx' or an EngineBuilder, not {builder!r}."
-            )
-        if not isinstance(builder, (str, EngineBuilder)):
+        if not isinstance(builder, EngineBuilder) and builder not in ("auto", "tensorrt", "tensorrt_rtx"):
             raise ConfigError(
                 f"builder must be 'auto', 'tensorrt', 'tensorrt_rtx' or an EngineBuilder, not {builder!r}."
             )
@@ -363,7 +358,9 @@ class EngineManager:
         Raises:
             ConfigError: The engine is not TensorRT-RTX's, or the GPU cannot be told.
         """
-        key = kernels_key(self.builder.flavour, self.builder.version(), target or Target.detect())
+        from trt_warmcache.runtime_cache import RuntimeCache, key_for
+
+        key = key_for(self.builder.flavour, self.builder.version(), target or Target.detect())
         return RuntimeCache(self.store, key, engine, events=self._events)
 
     def counters(self) -> dict[str, int]:
@@ -482,6 +479,10 @@ class EngineManager:
             self._events.emit(EventKind.LOCK_UNAVAILABLE, key=call.key.digest, label=call.label, text=error.message)
 
     def _build_and_publish(self, call: Call) -> Engine:
+        # A hit needs neither, and most processes only ever hit.
+        from trt_warmcache.build import BuildStage
+        from trt_warmcache.timing import TimingSession
+
         timing = TimingSession.begin(
             call.store,
             call.builder,

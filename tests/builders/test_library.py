@@ -119,8 +119,8 @@ def test_stub_package_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any TensorRT the error names both extras; a stub or lean module is refused by name."""
-    monkeypatch.setattr("trt_warmcache.builders._select.TensorRTBuilder.available", classmethod(lambda _: False))
-    monkeypatch.setattr("trt_warmcache.builders._select.TensorRTRTXBuilder.available", classmethod(lambda _: False))
+    for user in ("_select", "_nvinfer"):
+        monkeypatch.setattr(f"trt_warmcache.builders.{user}.module_available", lambda _: False)
     manager = twc.EngineManager(twc.MemoryStore())
     with pytest.raises(twc.ConfigError, match=r"trt_warmcache\[rtx\].*trt_warmcache\[tensorrt\]"):
         manager.get(tiny_model(), profiles={"x": "2x4"})
@@ -132,7 +132,7 @@ def test_auto_takes_rtx_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Classic TensorRT installed but no GPU: auto takes TensorRT-RTX; with a GPU it takes the classic one."""
     from trt_warmcache.builders import select_builder
 
-    monkeypatch.setattr("trt_warmcache.builders._select.TensorRTBuilder.available", lambda: True)
+    monkeypatch.setattr("trt_warmcache.builders._select.module_available", lambda _: True)
     monkeypatch.setattr("trt_warmcache.builders._select.gpu_present", lambda: False)
     assert select_builder("auto").flavour == "tensorrt_rtx"
     monkeypatch.setattr("trt_warmcache.builders._select.gpu_present", lambda: True)

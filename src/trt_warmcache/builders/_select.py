@@ -6,8 +6,7 @@ from typing import Any
 
 from trt_warmcache._gpu import gpu_present
 from trt_warmcache.builders._base import EngineBuilder
-from trt_warmcache.builders._tensorrt import TensorRTBuilder
-from trt_warmcache.builders._tensorrt_rtx import TensorRTRTXBuilder
+from trt_warmcache.builders._library import LIBRARIES, module_available
 from trt_warmcache.errors import ConfigError
 from trt_warmcache.memo import DigestMemo
 
@@ -25,25 +24,37 @@ def select_builder(builder: Any, *, memo: DigestMemo | None = None) -> EngineBui
     Raises:
         ConfigError: Nothing fitting is installed; the message names both extras.
     """
-    if builder == "tensorrt":
-        return TensorRTBuilder(memo=memo)
-    if builder == "tensorrt_rtx":
-        return TensorRTRTXBuilder(memo=memo)
-    if builder != "auto":
+    if not isinstance(builder, str):
         if not isinstance(builder, EngineBuilder):
-            raise ConfigError(
-                f"builder must be 'auto', 'tensorrt', 'tensorrt_rtx' or an EngineBuilder, not {builder!r}."
-            )
+            raise _unknown(builder)
         return builder
-    if TensorRTBuilder.available() and gpu_present():
+    flavour = _flavour_here() if builder == "auto" else builder
+    if flavour == "tensorrt":
+        from trt_warmcache.builders._tensorrt import TensorRTBuilder
+
         return TensorRTBuilder(memo=memo)
-    if TensorRTRTXBuilder.available():
+    if flavour == "tensorrt_rtx":
+        from trt_warmcache.builders._tensorrt_rtx import TensorRTRTXBuilder
+
         return TensorRTRTXBuilder(memo=memo)
+    raise _unknown(builder)
+
+
+def _flavour_here() -> str:
+    classic, rtx = (module_available(LIBRARIES[flavour].module) for flavour in ("tensorrt", "tensorrt_rtx"))
+    if classic and gpu_present():
+        return "tensorrt"
+    if rtx:
+        return "tensorrt_rtx"
     why = (
         "classic TensorRT is installed but there is no GPU, and TensorRT-RTX is not installed"
-        if TensorRTBuilder.available()
+        if classic
         else "neither TensorRT is installed"
     )
     raise ConfigError(
         f"No builder: {why}. Install pip install 'trt_warmcache[rtx]' (builds without a GPU), or 'trt_warmcache[tensorrt]' on a machine with one."
     )
+
+
+def _unknown(builder: Any) -> ConfigError:
+    return ConfigError(f"builder must be 'auto', 'tensorrt', 'tensorrt_rtx' or an EngineBuilder, not {builder!r}.")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from trt_warmcache._lazy import lazy
 from trt_warmcache.stores._base import (
     EntryInfo,
     Lock,
@@ -45,26 +45,19 @@ __all__ = [
     "open_store",
 ]
 
-#: Loaded when first asked for: whoever has a folder needs none of it.
+#: Whoever has a folder needs none of these.
 _FAR = {
-    "Compression": "_fsspec",
-    "FsspecStore": "_fsspec",
-    "Layer": "_tier",
-    "LayerCounters": "_tier",
-    "LayeredStore": "_layered",
-    "Transport": "_fsspec",
-    "WriteTo": "_layered",
+    "Compression": "trt_warmcache.stores._fsspec",
+    "FsspecStore": "trt_warmcache.stores._fsspec",
+    "Layer": "trt_warmcache.stores._tier",
+    "LayerCounters": "trt_warmcache.stores._tier",
+    "LayeredStore": "trt_warmcache.stores._layered",
+    "Transport": "trt_warmcache.stores._fsspec",
+    "WriteTo": "trt_warmcache.stores._layered",
 }
 
 if not TYPE_CHECKING:  # type checkers that saw it would take any misspelt name for real
-
-    def __getattr__(name: str) -> Any:
-        module = _FAR.get(name)
-        if module is None:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{__name__}.{module}"), name)
-        globals()[name] = value
-        return value
+    __getattr__ = lazy(__name__, _FAR, globals())
 
 
 def __dir__() -> list[str]:
