@@ -47,6 +47,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 PROFILE = ("--profile", "x=1x4:2x4:8x4")
 
 
+def test_build_and_sign(run: Any, model: Path, tmp_path: Path) -> None:
+    """build --sign publishes a signed entry; a key file that cannot be read stops it before anything is built."""
+    run("build", model, *PROFILE, "--sign", tmp_path / "nothing", code=EXIT_USAGE)
+    assert not (tmp_path / "store").exists()
+    (tmp_path / "trusted").write_text(run("keygen", "release-1", "--output", tmp_path / "secret").stdout)
+    run("build", model, *PROFILE, "--sign", tmp_path / "secret")
+    assert json.loads(run("verify", "--signed", "--trusted", tmp_path / "trusted", "--json").stdout)["good"] == 1
+
+
 def test_build_then_hit_then_ls_show_verify(run: Any, model: Path, tmp_path: Path) -> None:
     """build builds once; ls, show and verify tell what is there, for people and for programs."""
     assert run("build", model, *PROFILE, "--name", "tiny", "--model-version", "7").stdout.startswith(
@@ -317,3 +326,19 @@ def test_doctor_reports_an_unusable_store(run: Any, tmp_path: Path) -> None:
     """A store that cannot be listed is a problem, with the reason."""
     (tmp_path / "file").write_text("x")
     assert "PROBLEM: Could not" in run("doctor", "--store", tmp_path / "file", code=EXIT_FAILED).stdout
+
+
+def test_default_folder_is_private(run: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default folder is made for its user alone; one that others may write to is refused unless it is named."""
+    monkeypatch.delenv("TRT_WARMCACHE_STORE")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    folder = tmp_path / "home" / ".cache" / "trt_warmcache"
+    run("build", model, *PROFILE)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    for mode in (0o720, 0o702):
+        folder.chmod(mode)
+        for command in (("build", model, *PROFILE), ("ls",), ("gc",)):
+            assert "chmod go-w" in run(*command, code=EXIT_USAGE).stderr
+        assert "1 entries" in run("ls", "--store", folder).stdout
+    folder.chmod(0o755)
+    assert "1 entries" in run("ls").stdout

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -46,9 +47,29 @@ def json_option(command: _F) -> _F:
 
 
 def store_argument(stores: tuple[str, ...]) -> Any:
-    """What `open_store` and managers take: the stores given, or those of the environment."""
+    """What `open_store` and managers take: the stores given, or those of the environment.
+
+    Raises:
+        ConfigError: Nothing is given, and others may write to the default folder.
+    """
     chosen = stores or Settings.from_env(os.environ).stores
+    if chosen == (DEFAULT_STORE,) and not stores:
+        _keep_private(Path(DEFAULT_STORE).expanduser())
     return chosen[0] if len(chosen) == 1 else list(chosen)
+
+
+def _keep_private(folder: Path) -> None:
+    """Make the default folder for its user alone. A plan is code: who can write there can have it run by others."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError:
+        return  # the store meets the same trouble, and says more about it
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise ConfigError(
+            f"{folder} belongs to another user, or others may write to it, and whoever can may put code there. Take the "
+            f"right away (chmod go-w {folder}), or say that you trust them by naming it: --store {folder}."
+        )
 
 
 def find_entry(store: Store, key_or_name: str, kinds: Iterable[Kind] = tuple(Kind)) -> Manifest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -14,7 +15,7 @@ from trt_warmcache.keys import Kind
 from trt_warmcache.manifest import CHUNK_BYTES, describe_blob
 from trt_warmcache.stores import Compression, FsspecStore, Transport
 from trt_warmcache.stores._base import LAYOUT, blob_name
-from trt_warmcache.testing._stores import race
+from trt_warmcache.testing._stores import race, sample_entry
 
 PLAN = bytes(range(251)) * 4000
 #: Not compressible, three chunks, the last one short.
@@ -304,3 +305,22 @@ def test_upload_part_is_healed(way: Way) -> None:
     way.store.put_blob(ref, data)
     assert injected.hits == 1
     assert way.store.fetch(ref).view == data
+
+
+def test_streams_add_up(server_of: Callable[[ServerKind], ServerInfo], proxied: Proxied) -> None:
+    """Where each connection is slow, eight of them are not: a large plan comes several times faster than by one."""
+    info = server_of(ServerKind.MOTO)
+    way = Way(info, proxied(info), Transport.FSSPEC)
+    entry, payloads = sample_entry(1, os.urandom(8 * CHUNK_BYTES))
+    way.store.publish(entry, payloads)
+    way.proxy.slow_down(bandwidth=20e6)
+    seconds = {}
+    for streams in (1, 8):
+        store = store_on(way.proxy.info, way.bucket, transport=Transport.FSSPEC, concurrency=streams)
+        assert store.manifest(Kind.ENGINE, entry.key) == entry
+        started = time.monotonic()
+        payload = store.fetch(entry.blob("plan"))
+        seconds[streams] = time.monotonic() - started
+        assert payload.view == payloads["plan"]
+        payload.close()
+    assert seconds[1] > 3 * seconds[8], seconds

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from trt_warmcache.errors import StoreReason
+from trt_warmcache.errors import StoreError, StoreReason
 
-__all__ = ["Diagnosis", "Fault", "chain", "diagnose"]
+__all__ = ["Diagnosis", "Fault", "RequestError", "chain", "diagnose"]
 
 
 class Fault(Enum):
@@ -134,6 +134,18 @@ _BY_ERRNO = {
 
 _XML_CODE = re.compile(r"<Code>\s*([A-Za-z]+)\s*</Code>")
 _TEXT_STATUS = re.compile(r"\bstatus code: (\d{3})\b")
+
+
+class RequestError(StoreError):
+    """A store error that remembers what it meant; outside of this package it is a plain StoreError."""
+
+    fault: Fault = Fault.FATAL
+    final: bool = False  # was tried again already, for as long as allowed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made, (_, *rest) = super().__reduce__()
+        rest[1] = {name: value for name, value in rest[1].items() if name not in {"fault", "final"}}
+        return (made, (StoreError, *rest))
 
 
 @dataclass(frozen=True)

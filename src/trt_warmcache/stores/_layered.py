@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
-import queue
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -30,7 +25,8 @@ from trt_warmcache.errors import ConfigError, IntegrityError, StoreError, StoreR
 from trt_warmcache.events import EventKind, Events
 from trt_warmcache.keys import Kind
 from trt_warmcache.lease import DEFAULT_LEASE_SECONDS, Lease
-from trt_warmcache.manifest import BlobRef, Manifest
+from trt_warmcache.manifest import CHUNK_BYTES, BlobRef, Manifest
+from trt_warmcache.stores._background import Background
 from trt_warmcache.stores._base import (
     Lock,
     LockScope,
@@ -38,9 +34,11 @@ from trt_warmcache.stores._base import (
     Payload,
     Store,
     StoreCapabilities,
+    WritePiece,
     blob_name,
     missing,
 )
+from trt_warmcache.stores._tier import Layer, LayerCounters, Tier
 
 __all__ = ["Layer", "LayerCounters", "LayeredStore", "WriteTo"]
 
@@ -48,17 +46,11 @@ log = logging.getLogger("trt_warmcache")
 
 _T = TypeVar("_T")
 
-#: Deadline for one small answer of a store that is neither memory nor a folder of this machine, in seconds.
-_REMOTE_DEADLINE = 10.0
-
 #: Entries of these kinds grow and are replaced; a near copy may be old, so the far one is asked first.
 _GROWING = frozenset({Kind.TIMING, Kind.RUNTIME})
 
 #: Most seconds that listing a whole layer may take.
 _LISTING_SECONDS = 600.0
-
-#: Failures in a row that open a layer's breaker. One timeout is enough: it has already cost the whole deadline.
-_FAILURES_TO_OPEN = 3
 
 #: Far manifests remembered until their blobs have been filled into nearer layers.
 _REMEMBERED = 1024
@@ -78,73 +70,6 @@ class WriteTo(str, Enum):
     """The nearest writable layer at once, the others from a thread; :meth:`LayeredStore.close` waits for it."""
 
     __str__ = str.__str__
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One store of several.
-
-    Attributes:
-        store: The store.
-        read_only: Never write here, whatever the store can do.
-        trusted: Entries here need no signature, because only trusted processes can write here. Such a layer takes
-            nothing from an untrusted layer unless its signature was verified.
-        required: A failure here is raised, instead of being counted and passed over.
-        shared: Other machines write here too, though it looks like a folder of this one; builders then use a lease.
-        deadline: Seconds allowed for one small answer; None: 10 for a store behind a network, no limit for others.
-        least_rate: Bytes per second that a payload must at least arrive at; with `deadline` it bounds a transfer.
-        name: For counters and logs; the store's URL if left out.
-    """
-
-    store: Store
-    read_only: bool = False
-    trusted: bool = False
-    required: bool = False
-    shared: bool = False
-    deadline: float | None = None
-    least_rate: float = 10e6
-    name: str = ""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.store, Store):
-            raise ConfigError(
-                f"A layer is made of a Store, not {self.store!r}; open_store() makes one from a path or URL."
-            )
-        if self.deadline is not None and not self.deadline > 0:
-            raise ConfigError(f"Layer.deadline must be a positive number of seconds, not {self.deadline!r}.")
-        if not self.least_rate > 0:
-            raise ConfigError(
-                f"Layer.least_rate must be a positive number of bytes per second, not {self.least_rate!r}."
-            )
-
-
-@dataclass(frozen=True)
-class LayerCounters:
-    """What one layer did so far.
-
-    Attributes:
-        name: The layer.
-        hits: Manifests found.
-        misses: Manifests asked for and not there.
-        errors: Failed calls by reason: ``denied``, ``timeout``, ``full``, ``unavailable``, ``damaged``, ``untrusted``.
-        skipped: Calls not made because the layer's breaker was open.
-        backfills: Blobs filled in from a farther layer.
-        bytes_read: Payload bytes read.
-        bytes_written: Payload bytes written.
-        seconds: Time spent in calls.
-        calls: Calls made.
-    """
-
-    name: str
-    hits: int
-    misses: int
-    errors: Mapping[str, int]
-    skipped: int
-    backfills: int
-    bytes_read: int
-    bytes_written: int
-    seconds: float
-    calls: int
 
 
 class LayeredStore(Store):
@@ -180,7 +105,7 @@ class LayeredStore(Store):
             raise ConfigError("A layered store needs at least one layer.")
         made = [layer if isinstance(layer, Layer) else Layer(layer) for layer in layers]
         self._write_to = to_enum(WriteTo, write, "write")
-        self._tiers = tuple(_Tier(layer, cooldown, clock, self._emit) for layer in made)
+        self._tiers = tuple(Tier(layer, cooldown, clock, self._emit) for layer in made)
         self._lease_seconds = lease_seconds
         self._fill_seconds = fill_seconds
         self._clock = clock
@@ -190,7 +115,7 @@ class LayeredStore(Store):
         self._barred: set[tuple[int, Kind, str]] = set()
         self._held: dict[str, tuple[int, Lease | None]] = {}
         self._leaseless_told = False
-        self._background = _Background(queue_size, flush_seconds, self._emit)
+        self._background = Background(queue_size, flush_seconds, self._emit)
         self.url = " > ".join(tier.name for tier in self._tiers)
 
     def bind(self, events: Events) -> None:
@@ -234,10 +159,10 @@ class LayeredStore(Store):
             lock_scope=scope,
         )
 
-    def _writable(self) -> Sequence[_Tier]:
+    def _writable(self) -> Sequence[Tier]:
         return [tier for tier in self._tiers if tier.writable]
 
-    def _decider(self) -> _Tier | None:
+    def _decider(self) -> Tier | None:
         """The layer whose first manifest counts: the farthest that all writers share, or the only one written to."""
         writable = self._writable()
         if not writable:
@@ -297,7 +222,7 @@ class LayeredStore(Store):
         for tier in self._writable():
             yield from tier.call(lambda store: [*store.temporaries()], seconds=_LISTING_SECONDS)
 
-    def _first(self, ask: Callable[[_Tier], _T | None]) -> _T | None:
+    def _first(self, ask: Callable[[Tier], _T | None]) -> _T | None:
         """The first answer that is not None. Failing layers are passed over, unless nobody answers at all."""
         answered, failure = False, None
         for tier in self._tiers:
@@ -329,7 +254,7 @@ class LayeredStore(Store):
             raise failure or self._read_only_error("write")
         return results
 
-    def _repeat(self, decider: _Tier, act: Callable[[Store], Any], size: int) -> None:
+    def _repeat(self, decider: Tier, act: Callable[[Store], Any], size: int) -> None:
         """What the deciding layer accepted, in the others too, as far as they can."""
         if self._write_to is WriteTo.NEAREST:
             return
@@ -338,7 +263,7 @@ class LayeredStore(Store):
                 with suppress(StoreError):  # counted by the tier; the deciding layer has it
                     tier.call(act, size)
 
-    def _must_decide(self, name: str) -> _Tier:
+    def _must_decide(self, name: str) -> Tier:
         decider = self._decider()
         if decider is None:
             raise self._read_only_error(f"write {name}")
@@ -386,7 +311,7 @@ class LayeredStore(Store):
                 raise failure
         return None
 
-    def _remember(self, tier: _Tier, manifest: Manifest) -> None:
+    def _remember(self, tier: Tier, manifest: Manifest) -> None:
         """Keep a far manifest in mind until its blobs pass by on their way to nearer layers."""
         if not self._nearer(tier):
             return
@@ -404,12 +329,12 @@ class LayeredStore(Store):
         with self._guard:
             return self._far.pop(ref.hex, None)
 
-    def _nearer(self, tier: _Tier) -> Sequence[_Tier]:
+    def _nearer(self, tier: Tier) -> Sequence[Tier]:
         """The layers in front of this one that take what it has."""
         return [other for other in self._tiers[: self._tiers.index(tier)] if other.writable and other.accepts(tier)]
 
     def fetch(self, ref: BlobRef, *, rehash: bool = False) -> Payload:
-        damaged: dict[_Tier, IntegrityError] = {}
+        damaged: dict[Tier, IntegrityError] = {}
         failure: StoreError | None = None
         for tier in self._tiers:
             nearer = self._nearer(tier)
@@ -434,7 +359,7 @@ class LayeredStore(Store):
         # A layer that did not answer may well have the bytes: its error is the truth, "missing" would be a guess.
         raise failure or missing(ref, self.url)
 
-    def _fill(self, ref: BlobRef, source: _Tier, nearer: Sequence[_Tier]) -> Payload:
+    def _fill(self, ref: BlobRef, source: Tier, nearer: Sequence[Tier]) -> Payload:
         """A blob from a far layer by way of the nearer ones: one download per machine, everybody maps the result."""
         # Of several nearer layers the one whose lock reaches farthest keeps the most processes from downloading too.
         keeper = max(nearer, key=lambda tier: tier.capabilities.lock_scope)
@@ -446,22 +371,41 @@ class LayeredStore(Store):
                 if found is not None:
                     self._recall(ref)
                     return found
-            payload = source.fetch(ref, rehash=False)
+            payload, landed = self._land(ref, source, keeper)
             manifest = self._recall(ref)
             for tier in reversed(nearer):
-                self._put(tier, ref, payload, manifest, source)
-            try:
-                mapped = keeper.fetch(ref, rehash=False, counted=False)
-            except (StoreError, IntegrityError) as error:
-                log.info("%s did not keep %s: %s", keeper.name, blob_name(ref), error.message)
-                return payload
-            payload.close()
-            return mapped
+                self._put(tier, ref, payload, manifest, source, present=landed and tier is keeper)
+            return payload
         finally:
             if lock is not None and held:
                 lock.release()
 
-    def _wait_for_fill(self, ref: BlobRef, keeper: _Tier, lock: Lock) -> tuple[Payload | None, bool]:
+    def _land(self, ref: BlobRef, source: Tier, keeper: Tier) -> tuple[Payload, bool]:
+        """Download a blob straight into the layer that keeps it; and whether that layer has it now.
+
+        A layer that cannot take it does not stand in the way of the download.
+        """
+        failure: StoreError | IntegrityError | None = None
+
+        def fill(write: WritePiece) -> None:
+            try:
+                source.fetch_into(ref, write)
+            except (StoreError, IntegrityError) as error:
+                raise _SourceFailed(error) from error
+
+        # A blob of several chunks without chunk digests can only be verified whole.
+        if keeper.direct and (ref.chunks or ref.size <= CHUNK_BYTES):
+            try:
+                return keeper.call(lambda store: store.land_blob(ref, fill)), True
+            except _SourceFailed as failed:
+                failure = failed.error
+            except StoreError as error:
+                log.info("%s does not keep %s: %s", keeper.name, blob_name(ref), error.message)
+        if failure is not None:
+            raise failure
+        return source.fetch(ref, rehash=False), False
+
+    def _wait_for_fill(self, ref: BlobRef, keeper: Tier, lock: Lock) -> tuple[Payload | None, bool]:
         """What the lock's holder has filled in meanwhile, or nothing; and whether the lock is held now."""
         started = self._clock()
         while True:
@@ -486,19 +430,32 @@ class LayeredStore(Store):
                 return None, False
             time.sleep(_FILL_PAUSE)
 
-    def _put(self, tier: _Tier, ref: BlobRef, payload: Payload, manifest: Manifest | None, source: _Tier) -> None:
-        """Fill a blob, and the entry that it belongs to, into a nearer layer. A hit does not depend on it."""
+    def _put(
+        self,
+        tier: Tier,
+        ref: BlobRef,
+        payload: Payload,
+        manifest: Manifest | None,
+        source: Tier,
+        *,
+        present: bool,
+    ) -> None:
+        """Fill a blob, unless it is there, and the entry that it belongs to into a nearer layer.
+
+        A hit does not depend on it.
+        """
         others: MutableSequence[Payload] = []
         try:
             if manifest is None or not self._adopts(tier, manifest):
-                tier.call(lambda store: _put_packed(store, ref, payload.view), ref.size)
+                if not present:
+                    tier.call(lambda store: _put_packed(store, ref, payload.view), ref.size)
             else:
-                payloads = {ref.role: payload.view}
+                payloads = {} if present else {ref.role: payload.view}
                 for other in manifest.blobs:
                     if other.role != ref.role:
                         others.append(source.fetch(other, rehash=False))
                         payloads[other.role] = others[-1].view
-                self._adopt(tier, manifest, payloads)
+                self._adopt(tier, manifests.plain(manifest), payloads)
             tier.count(backfills=1, bytes_written=ref.size)
         except (StoreError, IntegrityError, UntrustedError) as error:
             log.info("%s not kept in %s: %s", blob_name(ref), tier.name, error.message)
@@ -506,25 +463,25 @@ class LayeredStore(Store):
             for one in others:
                 one.close()
 
-    def _adopts(self, tier: _Tier, manifest: Manifest) -> bool:
+    def _adopts(self, tier: Tier, manifest: Manifest) -> bool:
         """Whether a layer has another manifest under the key, or none."""
         current = self._manifest_or_none(tier, manifest)
         return current is None or not _same(current, manifest)
 
-    def _keep(self, tier: _Tier, manifest: Manifest, payloads: Mapping[str, Any]) -> None:
+    def _keep(self, tier: Tier, manifest: Manifest, payloads: Mapping[str, Any]) -> None:
         """Adopt an entry in a nearer layer, as far as that can be done."""
         try:
             self._adopt(tier, manifest, payloads)
         except (StoreError, IntegrityError, UntrustedError) as error:
             log.info("entry %s not kept in %s: %s", manifest.key[:12], tier.name, error.message)
 
-    def _adopt(self, tier: _Tier, manifest: Manifest, payloads: Mapping[str, Any]) -> None:
+    def _adopt(self, tier: Tier, manifest: Manifest, payloads: Mapping[str, Any]) -> None:
         """Make a manifest the one in force in a layer that does not decide."""
         current = self._manifest_or_none(tier, manifest)
         if current is None or not _same(current, manifest):
             tier.publish(manifest, payloads, replacing=current)
 
-    def _manifest_or_none(self, tier: _Tier, manifest: Manifest) -> Manifest | None:
+    def _manifest_or_none(self, tier: Tier, manifest: Manifest) -> Manifest | None:
         kind = Kind(manifest.kind)
         try:
             return tier.manifest(kind, manifest.key, counted=False)
@@ -556,8 +513,8 @@ class LayeredStore(Store):
         self,
         manifest: Manifest,
         payloads: Mapping[str, Any],
-        decider: _Tier,
-        others: Sequence[_Tier],
+        decider: Tier,
+        others: Sequence[Tier],
         replacing: Manifest | None,
     ) -> Manifest:
         """Publish where the decision falls, then everywhere else what was decided."""
@@ -595,7 +552,7 @@ class LayeredStore(Store):
             raise failure
         return manifest
 
-    def _publish_far(self, manifest: Manifest, near: _Tier, tiers: Sequence[_Tier], decider: _Tier) -> None:
+    def _publish_far(self, manifest: Manifest, near: Tier, tiers: Sequence[Tier], decider: Tier) -> None:
         fetched = {ref.role: near.fetch(ref, rehash=False) for ref in manifest.blobs}
         try:
             payloads = {role: payload.view for role, payload in fetched.items()}
@@ -657,7 +614,7 @@ class LayeredStore(Store):
         if denied is not None and not done:
             raise denied
 
-    def _set_aside(self, tier: _Tier, kind: Kind, digest: str, error: IntegrityError) -> None:
+    def _set_aside(self, tier: Tier, kind: Kind, digest: str, error: IntegrityError) -> None:
         """Quarantine a damaged entry of one layer, unless somebody is at work on it or has repaired it already."""
         self._emit(EventKind.QUARANTINED, key=digest, reason=error.reason, layer=tier.name, text=error.message)
         if not tier.writable:
@@ -676,7 +633,7 @@ class LayeredStore(Store):
         except (StoreError, UntrustedError) as failure:
             log.warning("%s keeps a damaged entry: %s", tier.name, failure.message)
 
-    def _note_damage(self, tier: _Tier, ref: BlobRef, error: IntegrityError) -> None:
+    def _note_damage(self, tier: Tier, ref: BlobRef, error: IntegrityError) -> None:
         """Tell of a damaged blob that a farther layer has just made good."""
         self._emit(EventKind.QUARANTINED, reason=error.reason, layer=tier.name, text=error.message)
         if tier.writable:
@@ -701,17 +658,17 @@ class LayeredStore(Store):
         far = self._fleet_lock(decider, name)
         return None if near is None and far is None else _LayeredLock(self, name, near, far)
 
-    def _leases(self, tier: _Tier) -> bool:
+    def _leases(self, tier: Tier) -> bool:
         """Whether builders meet in this layer through lease objects that are kept from here."""
         able = tier.capabilities
         near = able.lock_scope in {LockScope.PROCESS, LockScope.HOST}
         return able.exclusive_create and (tier.layer.shared or not near)
 
-    def _fleet_lock(self, decider: _Tier, name: str) -> Lock | None:
+    def _fleet_lock(self, decider: Tier, name: str) -> Lock | None:
         if self._leases(decider):
             return Lease(decider.guarded(), name, seconds=self._lease_seconds, on_lost=self._lease_lost)
         lock = None if decider.layer.shared else decider.lock(name)
-        if lock is None and not self._leaseless_told:
+        if lock is None and not self._leaseless_told and not decider.left_alone:
             self._leaseless_told = True
             self._emit(
                 EventKind.LOCK_UNAVAILABLE,
@@ -796,311 +753,12 @@ class _LayeredLock:
         return self._near.owner() if self._near is not None else ""
 
 
-@dataclass
-class _Record:
-    """What is known of a layer's behaviour, shared by all views of it."""
+class _SourceFailed(Exception):
+    """Carries a download's failure past the layer that it should have landed in, which is not to blame."""
 
-    guard: threading.Lock = field(default_factory=threading.Lock)
-    counts: Counter[str] = field(default_factory=Counter)
-    errors: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-    failures: int = 0
-    closed_until: float = -math.inf
-
-
-class _Tier:
-    """A layer at work: every call is timed, counted, bounded, and held back while the layer is sick."""
-
-    def __init__(self, layer: Layer, cooldown: float, clock: Callable[[], float], emit: Callable[..., None]) -> None:
-        self.layer = layer
-        self.store = layer.store
-        self.name = layer.name or layer.store.url
-        self._cooldown = cooldown
-        self._clock = clock
-        self._emit = emit
-        self._record = _Record()
-        self.deadline = layer.deadline or (math.inf if layer.store.local else _REMOTE_DEADLINE)
-        self.direct = math.isinf(self.deadline)
-
-    @property
-    def capabilities(self) -> StoreCapabilities:
-        """What the store can do."""
-        return self.store.capabilities
-
-    @property
-    def writable(self) -> bool:
-        """Whether this layer is written to."""
-        return not self.layer.read_only and self.store.capabilities.writable
-
-    def accepts(self, source: _Tier) -> bool:
-        """Whether entries of another layer may be copied here: trust is never gained by copying."""
-        return not self.layer.trusted or source.layer.trusted or source.store.verifies
-
-    def wrapped(self, wrap: Callable[[Store], Store]) -> _Tier:
-        """The same layer seen through another store."""
-        view = copy.copy(self)
-        view.store = wrap(self.store)
-        return view
-
-    def counters(self) -> LayerCounters:
-        """A snapshot."""
-        record = self._record
-        with record.guard:
-            count = record.counts
-            return LayerCounters(
-                self.name, count["hits"], count["misses"], dict(record.errors), count["skipped"], count["backfills"],
-                count["bytes_read"], count["bytes_written"], record.seconds, count["calls"],
-            )  # fmt: skip
-
-    def count(self, **counts: int) -> None:
-        """Add to counters."""
-        with self._record.guard:
-            self._record.counts.update(counts)
-
-    # ---- typed calls ------------------------------------------------------------------------------------------
-
-    def manifest(self, kind: Kind, digest: str, *, counted: bool = True) -> Manifest | None:
-        found = self.call(lambda store: store.manifest(kind, digest))
-        if counted:
-            self.count(**{"misses" if found is None else "hits": 1})
-        return found
-
-    def fetch(self, ref: BlobRef, *, rehash: bool, counted: bool = True) -> Payload:
-        payload = self.call(lambda store: store.fetch(ref, rehash=rehash), ref.size, counted=counted)
-        self.count(bytes_read=ref.size)
-        return payload
-
-    def publish(
-        self, manifest: Manifest, payloads: Mapping[str, Any], *, replacing: Manifest | None = None
-    ) -> Manifest:
-        return self.call(lambda store: store.publish(manifest, payloads, replacing=replacing), manifest.size)
-
-    def lock(self, name: str) -> Lock | None:
-        return self.store.lock(name) if self.writable else None
-
-    def damage(self, kind: Kind, digest: str) -> IntegrityError | None:
-        """What is wrong with an entry here; None if it is whole or not there."""
-        try:
-            found = self.manifest(kind, digest, counted=False)
-            for ref in found.blobs if found is not None else ():
-                self.fetch(ref, rehash=True, counted=False).close()
-        except IntegrityError as error:
-            return error
-        return None
-
-    def guarded(self) -> _Guarded:
-        """The store's primitives under this tier's deadline and breaker."""
-        return _Guarded(self)
-
-    # ---- every call -------------------------------------------------------------------------------------------
-
-    def call(self, act: Callable[[Store], _T], size: int = 0, *, counted: bool = True, seconds: float = 0.0) -> _T:
-        """Call the store.
-
-        Args:
-            act: The call.
-            size: Payload bytes that it moves.
-            counted: Whether damage counts as an error of this layer.
-            seconds: Time allowed beyond what deadline and size give.
-
-        Raises:
-            StoreError: What the store raised; or the deadline passed; or the layer is being left alone.
-        """
-        self._admit()
-        started = self._clock()
-        try:
-            if self.direct:
-                result = act(self.store)
-            else:
-                limit = self.deadline + seconds + size / self.layer.least_rate
-                result = _bounded(lambda: act(self.store), limit, self.name)
-        except StoreError as error:
-            self._failed(error)
-            raise
-        except (IntegrityError, UntrustedError) as error:
-            self._record.failures = 0
-            # A blob that is not here yet is how every far hit begins.
-            if counted and getattr(error, "reason", "") != "missing-blob":
-                with self._record.guard:
-                    self._record.errors["damaged" if isinstance(error, IntegrityError) else "untrusted"] += 1
-            raise
-        finally:
-            with self._record.guard:
-                self._record.counts["calls"] += 1
-                self._record.seconds += self._clock() - started
-        self._record.failures = 0
-        return result
-
-    def _admit(self) -> None:
-        record, now = self._record, self._clock()
-        if now >= record.closed_until:
-            return
-        self.count(skipped=1)
-        raise StoreError(
-            f"{self.name} failed a moment ago and is left alone for another {record.closed_until - now:.0f} s.",
-            reason=StoreReason.UNAVAILABLE,
-            store=self.name,
-        )
-
-    def _failed(self, error: StoreError) -> None:
-        record, opens = self._record, False
-        with record.guard:
-            record.errors[error.reason.value] += 1
-            # "Denied" and "full" are answers, and quick ones: there is nothing to be spared.
-            if error.reason in {StoreReason.TIMEOUT, StoreReason.UNAVAILABLE} and not self.direct:
-                record.failures += 1
-                opens = error.reason is StoreReason.TIMEOUT or record.failures >= _FAILURES_TO_OPEN
-            if opens:
-                record.closed_until = self._clock() + self._cooldown
-                record.failures = _FAILURES_TO_OPEN - 1  # the first call after the pause is the test
-        self._emit(
-            EventKind.LAYER_DOWN if opens else EventKind.STORE_ERROR,
-            reason=error.reason.value,
-            layer=self.name,
-            text=f"{error.message} It is left alone for {self._cooldown:g} s." if opens else error.message,
-        )
-
-
-class _Guarded:
-    """What a lease needs of a store, under a layer's deadline."""
-
-    def __init__(self, tier: _Tier) -> None:
-        self._tier = tier
-        self.url = tier.name
-
-    def read(self, name: str, *, limit: int) -> bytes | None:
-        return self._tier.call(lambda store: store.read(name, limit=limit))
-
-    def write(self, name: str, data: Any) -> None:
-        self._tier.call(lambda store: store.write(name, data))
-
-    def create(self, name: str, data: Any) -> bool:
-        return self._tier.call(lambda store: store.create(name, data))
-
-    def swap(self, name: str, data: Any, *, expected: bytes) -> bool:
-        return self._tier.call(lambda store: store.swap(name, data, expected=expected))
-
-    def delete(self, name: str) -> bool:
-        return self._tier.call(lambda store: store.delete(name))
-
-
-class _Background:
-    """Publications on their way, in order, from one thread."""
-
-    def __init__(self, size: int, flush_seconds: float, emit: Callable[..., None]) -> None:
-        self._tasks: queue.Queue[tuple[str, Callable[[], None]] | None] = queue.Queue(size)
-        self._flush_seconds = flush_seconds
-        self._emit = emit
-        self._guard = threading.Lock()
-        self._pending: Counter[str] = Counter()
-        self._idle = threading.Condition(self._guard)
-        self._thread: threading.Thread | None = None
-        self._closed = False
-
-    def submit(self, key: str, act: Callable[[], None]) -> None:
-        """Do it later; waits while the queue is full. After closing it is done at once."""
-        with self._guard:
-            closed = self._closed
-            if not closed:
-                self._pending[key] += 1
-                if self._thread is None or not self._thread.is_alive():
-                    self._thread = threading.Thread(target=self._run, name="trt_warmcache-publish", daemon=True)
-                    self._thread.start()
-        if closed:
-            act()
-        else:
-            self._tasks.put((key, act))
-
-    def submit_after(self, key: str, act: Callable[[], None]) -> bool:
-        """Do it after what is pending for this key; False, and nothing done, if nothing is."""
-        with self._guard:
-            pending = self._pending[key] > 0 and not self._closed
-        if pending:
-            self.submit(key, act)
-        return pending
-
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            key, act = task
-            try:
-                act()
-            except (StoreError, IntegrityError, UntrustedError) as error:
-                self._emit(EventKind.PUBLISH_FAILED, key=key, reason="background", text=error.message)
-            finally:
-                with self._guard:
-                    self._pending[key] -= 1
-                    if not self._pending[key]:
-                        del self._pending[key]
-                    self._idle.notify_all()
-
-    def flush(self) -> bool:
-        """Wait until nothing is pending, or too long."""
-        with self._guard:
-            return self._idle.wait_for(lambda: not self._pending, self._flush_seconds)
-
-    def close(self) -> None:
-        """Flush, and end the thread."""
-        if not self.flush():
-            with self._guard:
-                lost = sorted(self._pending)
-            self._emit(
-                EventKind.PUBLISH_FAILED,
-                reason="background",
-                text=f"{len(lost)} entries did not reach the farther layers in time; copy them later (trt-warmcache copy).",
-            )
-        with self._guard:
-            thread, self._thread, self._closed = self._thread, None, True
-        if thread is not None and thread.is_alive():
-            with suppress(queue.Full):
-                self._tasks.put_nowait(None)
-            thread.join(1.0)
-
-
-class _Bounded:
-    """A call in a thread of its own, so that the caller can stop waiting for it."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._work = work
-        self._guard = threading.Lock()
-        self._left = False
-        self.result: Future[Any] = Future()
-
-    def run(self) -> None:
-        try:
-            value = self._work()
-        except BaseException as error:  # noqa: BLE001  carried to the thread that waits
-            self.result.set_exception(error)
-            return
-        with self._guard:
-            if not self._left:
-                self.result.set_result(value)
-                return
-        if isinstance(value, Payload):
-            value.close()  # nobody is there to take it any more
-
-    def leave(self) -> bool:
-        """Stop waiting; False if the result has come at the last moment."""
-        with self._guard:
-            self._left = not self.result.done()
-            return self._left
-
-
-def _bounded(work: Callable[[], _T], seconds: float, name: str) -> _T:
-    """Do the work, but wait at most so many seconds for it; a thread that is stuck is left behind.
-
-    Raises:
-        StoreError: Reason ``timeout``: it took longer.
-    """
-    call = _Bounded(work)
-    threading.Thread(target=call.run, name="trt_warmcache-call", daemon=True).start()
-    try:
-        return call.result.result(seconds)  # type: ignore[no-any-return]
-    except FutureTimeoutError as error:
-        if not call.leave():
-            return call.result.result()  # type: ignore[no-any-return]
-        raise StoreError(
-            f"{name} did not answer within {seconds:.1f} s.", reason=StoreReason.TIMEOUT, store=name
-        ) from error
+    def __init__(self, error: StoreError | IntegrityError) -> None:
+        super().__init__(error.message)
+        self.error = error
 
 
 def _same(one: Manifest, other: Manifest) -> bool:

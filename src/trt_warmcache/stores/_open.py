@@ -9,8 +9,6 @@ from typing import Any
 from trt_warmcache.errors import ConfigError
 from trt_warmcache.memo import DigestMemo
 from trt_warmcache.stores._base import Store
-from trt_warmcache.stores._fsspec import FsspecStore
-from trt_warmcache.stores._layered import Layer, LayeredStore
 from trt_warmcache.stores._local import LocalStore
 from trt_warmcache.stores._memory import MemoryStore
 
@@ -33,11 +31,14 @@ def open_store(where: Any, *, memo: DigestMemo | None = None) -> Store:
         return where
     if isinstance(where, os.PathLike):
         return LocalStore(where, memo=memo)
+    if isinstance(where, Sequence) and not isinstance(where, (str, bytes, bytearray)) and len(where) == 1:
+        return open_store(where[0], memo=memo)
     if not isinstance(where, str):
+        from trt_warmcache.stores._layered import LayeredStore
+        from trt_warmcache.stores._tier import Layer
+
         if isinstance(where, Layer):
             return LayeredStore([where])
-        if isinstance(where, Sequence) and len(where) == 1:
-            return open_store(where[0], memo=memo)
         if isinstance(where, Sequence) and where and not isinstance(where, (bytes, bytearray)):
             return LayeredStore([one if isinstance(one, Layer) else open_store(one, memo=memo) for one in where])
         raise ConfigError(f"A store is a path, a URL, a Store, or a list of those, not {where!r}.")
@@ -48,4 +49,6 @@ def open_store(where: Any, *, memo: DigestMemo | None = None) -> Store:
         return LocalStore(rest, memo=memo)
     if scheme == "memory":
         return MemoryStore()
+    from trt_warmcache.stores._fsspec import FsspecStore
+
     return FsspecStore(where)

@@ -16,7 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FsspecWire", "Head", "Part", "Wire", "fsspec_wire"]
+from trt_warmcache.stores._faults import Fault, diagnose
+
+__all__ = ["FsspecWire", "Head", "Part", "Wire", "as_bytes", "fsspec_wire", "head_or_none", "look", "look_or_none"]
 
 #: Calls what it is given with the seconds allowed, again where that fails and may pass.
 Part = Callable[[Callable[[float], Any]], Any]
@@ -392,3 +394,34 @@ def within(seconds: float, act: Callable[[], Any]) -> Any:
     if done:
         return value
     raise value
+
+
+def look(wire: Wire, name: str, limit: int, seconds: float) -> bytes:
+    """An object's bytes, cut to ``limit + 1``."""
+    try:
+        return as_bytes(wire.get(name, 0, limit + 1, seconds))[: limit + 1]
+    except Exception as error:
+        # An empty object has no first byte to give.
+        if diagnose(error).fault is Fault.RANGE:
+            return b""
+        raise
+
+
+def look_or_none(wire: Wire, name: str, limit: int, seconds: float) -> bytes | None:
+    """The same, or None if there is no such object."""
+    try:
+        return look(wire, name, limit, seconds)
+    except Exception as error:
+        if diagnose(error).fault is Fault.MISSING:
+            return None
+        raise
+
+
+def head_or_none(wire: Wire, name: str, seconds: float) -> Head | None:
+    """What the store tells of an object, or None if there is no such object."""
+    try:
+        return wire.head(name, seconds)
+    except Exception as error:
+        if diagnose(error).fault is Fault.MISSING:
+            return None
+        raise
