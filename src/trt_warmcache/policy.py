@@ -157,8 +157,6 @@ class Policy:
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"Policy.{field} must be True or False, not {getattr(self, field)!r}.")
         if isinstance(self.ladder, str) or not isinstance(self.ladder, Iterable):
-            raise ConfigError(f"Policy.ladder must be a list of rungs, not {self.ladder!r}.")
-        if isinstance(self.ladder, str) or not isinstance(self.ladder, Iterable):
             raise ConfigError(f"Policy.ladder must be a list such as ('ampere_plus',), not {self.ladder!r}.")
         chosen = {to_enum(Rung, rung, "Policy.ladder") for rung in self.ladder}
         object.__setattr__(self, "ladder", tuple(rung for rung in Rung if rung in chosen))

@@ -130,6 +130,8 @@ def test_lines_of_one_operation(locks: Path) -> None:
         thread.join()
         logger.log(severity, "outer")
     logger.log(severity, "nobody listens")
+    with logger.router._lock:  # as when an engine is collected in the middle of it
+        logger.log(severity, "on the way out")
     assert inner.errors == ["inner"]
     assert elsewhere[0].errors == ["elsewhere", "a thread of TensorRT's own"]
     assert outer.errors == ["a thread of TensorRT's own", "outer"]

@@ -73,7 +73,8 @@ class _Router:
     """Whose lines are whose."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: a garbage collection in here may end an engine, and TensorRT logs that on this very thread.
+        self._lock = threading.RLock()
         self._open: list[tuple[int, TrtLog]] = []
 
     @contextmanager
