@@ -142,7 +142,7 @@ def test_deaths_are_errors(
         assert time.monotonic() - started < 20
 
 
-@pytest.mark.parametrize("limit", [1 << 20, 200 << 20, 600 << 20])
+@pytest.mark.parametrize("limit", [1 << 20, 200 << 20, 300 << 20])
 def test_real_builds_out_of_memory(limit: int) -> None:
     """However little memory a real build gets, at import, at loading or while building: an error that names the limit."""
     inputs = build_inputs(tiny_model(width=64), profiles=FIXED, target=twc.Target())
