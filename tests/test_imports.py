@@ -7,6 +7,8 @@ import importlib
 import inspect
 import json
 import pickle
+import sys
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -187,3 +189,17 @@ def test_values_travel() -> None:
     again = pickle.loads(pickle.dumps(request))
     assert again == request
     assert hash(again) == hash(request)
+
+
+def test_choices_read_as_their_words() -> None:
+    """Every choice that is spelt as a word equals the word, prints it, and formats as it."""
+    choices = {
+        value
+        for module in [sys.modules[name] for name in sorted(sys.modules) if name.startswith("trt_warmcache.")]
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Enum) and issubclass(value, str)
+    }
+    assert {twc.Outcome, twc.StoreReason, twc.EventKind} <= choices
+    for choice in choices:
+        for member in choice:
+            assert str(member) == f"{member}" == member.value == member

@@ -6,10 +6,12 @@ import asyncio
 import errno
 import logging
 import os
+import re
 import threading
 import time
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,6 +197,19 @@ def test_one_manager_two_targets(root: Path, model: Path) -> None:
     assert plans[0] == plans[2]
     assert plans[1] == plans[3]
     assert plans[0] != plans[1]
+
+
+def test_shown_in_a_notebook(root: Path, model: Path) -> None:
+    """A cell that ends in an engine, an explanation or a report shows a few readable lines, not every field."""
+    with make(root) as manager:
+        engine = manager.get(model, profiles=PROFILE)
+        assert re.fullmatch(r"<Engine built: \S+ \([0-9a-f]{12}\), \d+ B in \d\.\d{3} s>", repr(engine))
+        shown: list[str] = []
+        printer = SimpleNamespace(text=shown.append)
+        manager.explain(model, profiles=PROFILE)._repr_pretty_(printer, False)
+        manager.warm([twc.EngineRequest(model, profiles=PROFILE)])._repr_pretty_(printer, False)
+        assert shown[0].startswith("Hit: ")
+        assert shown[1].startswith("hit ")
 
 
 # ---- policy -----------------------------------------------------------------------------------------------------

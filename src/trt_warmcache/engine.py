@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
+from trt_warmcache._words import Word
 from trt_warmcache.errors import StoreError
 from trt_warmcache.keys import EngineKey
 from trt_warmcache.manifest import Manifest
+from trt_warmcache.names import size_text
 from trt_warmcache.stores import Payload
 
 __all__ = ["Engine", "Outcome"]
 
 
-class Outcome(str, Enum):
+class Outcome(Word):
     """How an engine was come by."""
 
     HIT = "hit"
@@ -27,10 +28,8 @@ class Outcome(str, Enum):
     COVERED = "covered"
     """A stored engine with a wider profile serves instead."""
 
-    __str__ = str.__str__
 
-
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Engine:
     """A serialized engine, ready to be loaded.
 
@@ -51,8 +50,8 @@ class Engine:
     stored: bool = True
     publish_error: StoreError | None = None
     reason: str = ""
-    _payload: Payload = field(repr=False, kw_only=True)
-    _load: Callable[[Engine], Any] = field(repr=False, kw_only=True)
+    _payload: Payload = field(kw_only=True)
+    _load: Callable[[Engine], Any] = field(kw_only=True)
 
     @property
     def plan(self) -> memoryview:
@@ -71,6 +70,14 @@ class Engine:
             IncompatibleError: This machine cannot run the plan; the message says why.
         """
         return self._load(self)
+
+    def __repr__(self) -> str:
+        # For a notebook's cell or a debugger: the manifest of a large plan fills pages.
+        seconds = sum(self.timings.values())
+        return (
+            f"<Engine {self.outcome}: {self.key.name} ({self.key.digest[:12]}), {size_text(self.manifest.size)} "
+            f"in {seconds:.3f} s>"
+        )
 
     def close(self) -> None:
         """Unmap the plan. Views of it that you still hold keep it alive; closing twice is fine."""

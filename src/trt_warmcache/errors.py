@@ -7,8 +7,9 @@ worker processes and their errors must reach the caller whole.
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import Any
+
+from trt_warmcache._words import Word
 
 __all__ = [
     "BuildError",
@@ -109,7 +110,7 @@ class BuildTimeout(BuildError, TimeoutError):
     """A build, or the wait for another process's build, took longer than the policy or the request allows."""
 
 
-class StoreReason(str, Enum):
+class StoreReason(Word):
     """Why a store failed. None of these is a miss."""
 
     DENIED = "denied"
@@ -120,8 +121,6 @@ class StoreReason(str, Enum):
     """No space or quota left."""
     UNAVAILABLE = "unavailable"
     """Anything else: unreachable, missing bucket, throttled, I/O error."""
-
-    __str__ = str.__str__
 
 
 class StoreError(WarmCacheError):

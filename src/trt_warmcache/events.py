@@ -7,8 +7,9 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Protocol
+
+from trt_warmcache._words import Word
 
 __all__ = ["Event", "EventKind", "Events", "Hook"]
 
@@ -17,7 +18,7 @@ log = logging.getLogger("trt_warmcache")
 log.addHandler(logging.NullHandler())
 
 
-class EventKind(str, Enum):
+class EventKind(Word):
     """Every kind of event; the values are the names used in logs and metrics."""
 
     HIT = "hit"
@@ -53,8 +54,6 @@ class EventKind(str, Enum):
     CHURN = "churn"
     DRIFT = "drift"
     WARNING = "warning"
-
-    __str__ = str.__str__
 
 
 @dataclass(frozen=True)

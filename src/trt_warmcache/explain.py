@@ -80,6 +80,9 @@ class Explanation:
             lines += [f"  {gap}" for gap in neighbour.gaps]
         return "\n".join(filter(None, lines))
 
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
+        printer.text(str(self))  # how IPython and notebooks show a cell's result
+
     def to_json(self) -> dict[str, Any]:
         """The explanation as plain JSON values."""
         return {

@@ -13,10 +13,10 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from trt_warmcache._fields import LARGEST_INT, printable
+from trt_warmcache._words import Word
 from trt_warmcache.errors import ConfigError
 from trt_warmcache.names import readable_name
 from trt_warmcache.options import BuildOptions, HardwareCompatibility
@@ -43,15 +43,13 @@ __all__ = [
 KEY_SCHEMA = 1
 
 
-class Kind(str, Enum):
+class Kind(Word):
     """What an entry holds. The value is the folder inside a store."""
 
     ENGINE = "engines"
     TIMING = "timing"
     CALIBRATION = "calibration"
     RUNTIME = "runtime"
-
-    __str__ = str.__str__
 
 
 @dataclass(frozen=True)

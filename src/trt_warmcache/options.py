@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from trt_warmcache import _checks as checks
 from trt_warmcache._fields import strict_fields, to_enum
+from trt_warmcache._words import Word
 from trt_warmcache.errors import ConfigError
 from trt_warmcache.tactics import TacticReplay
 
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 
-class HardwareCompatibility(str, Enum):
+class HardwareCompatibility(Word):
     """Which GPUs a classic plan runs on, and so how much of the target goes into the key."""
 
     NONE = "none"
@@ -45,7 +46,7 @@ class HardwareCompatibility(str, Enum):
     AMPERE_PLUS = "ampere_plus"
 
 
-class ProfilingVerbosity(str, Enum):
+class ProfilingVerbosity(Word):
     """How much of the network the plan remembers for profilers."""
 
     NONE = "none"
@@ -53,7 +54,7 @@ class ProfilingVerbosity(str, Enum):
     DETAILED = "detailed"
 
 
-class TilingLevel(str, Enum):
+class TilingLevel(Word):
     """How hard TensorRT looks for on-chip tiling."""
 
     NONE = "none"
@@ -62,7 +63,7 @@ class TilingLevel(str, Enum):
     FULL = "full"
 
 
-class RefitMode(str, Enum):
+class RefitMode(Word):
     """Which weights may be exchanged in a finished engine."""
 
     ALL = "all"
@@ -72,14 +73,14 @@ class RefitMode(str, Enum):
     """Only the weights named in `refittable_weights`."""
 
 
-class PrecisionConstraints(str, Enum):
+class PrecisionConstraints(Word):
     """How strictly per-layer precisions bind TensorRT."""
 
     OBEY = "obey"
     PREFER = "prefer"
 
 
-class TimingMode(str, Enum):
+class TimingMode(Word):
     """What the build does with the timing cache."""
 
     USE = "use"
@@ -91,7 +92,7 @@ class TimingMode(str, Enum):
     """Use it and make tactics listable and pinnable."""
 
 
-class TimingScope(str, Enum):
+class TimingScope(Word):
     """Who shares a timing cache."""
 
     DEVICE = "device"
@@ -100,7 +101,7 @@ class TimingScope(str, Enum):
     """Only builds of the same model name; for caches that travel with a model."""
 
 
-class EngineCapability(str, Enum):
+class EngineCapability(Word):
     """Which runtime the plan is restricted to."""
 
     STANDARD = "standard"
@@ -108,7 +109,7 @@ class EngineCapability(str, Enum):
     DLA_STANDALONE = "dla_standalone"
 
 
-class MemoryPool(str, Enum):
+class MemoryPool(Word):
     """Memory that a build may be given, in bytes."""
 
     WORKSPACE = "workspace"
@@ -119,7 +120,7 @@ class MemoryPool(str, Enum):
     TACTIC_SHARED_MEMORY = "tactic_shared_memory"
 
 
-class Preset(str, Enum):
+class Preset(Word):
     """Starting points for how long TensorRT may search."""
 
     FAST = "fast"

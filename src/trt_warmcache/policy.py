@@ -5,17 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Literal
 
 from trt_warmcache import _checks as checks
 from trt_warmcache._fields import strict_fields, to_enum
+from trt_warmcache._words import Word
 from trt_warmcache.errors import ConfigError
 
 __all__ = ["Cover", "Isolation", "OnMiss", "OnSuspect", "OnWait", "Policy", "Rung", "StoreErrors", "Trust"]
 
 
-class OnMiss(str, Enum):
+class OnMiss(Word):
     """What `get` does when nothing is stored for a request."""
 
     BUILD = "build"
@@ -27,14 +27,14 @@ class OnMiss(str, Enum):
     and raise :class:`~trt_warmcache.MissError` whose ``pending`` is the future of that build."""
 
 
-class Cover(str, Enum):
+class Cover(Word):
     """Whether an engine with a wider profile may answer."""
 
     EXACT = "exact"
     WIDER = "wider"
 
 
-class Trust(str, Enum):
+class Trust(Word):
     """What an entry must show before its plan reaches TensorRT."""
 
     DIGEST = "digest"
@@ -43,7 +43,7 @@ class Trust(str, Enum):
     """Its manifest carries a valid signature by a trusted key as well."""
 
 
-class StoreErrors(str, Enum):
+class StoreErrors(Word):
     """What a store that fails while being read does to the request."""
 
     RAISE = "raise"
@@ -51,7 +51,7 @@ class StoreErrors(str, Enum):
     """Report it, count it, and go on as if nothing were stored."""
 
 
-class OnWait(str, Enum):
+class OnWait(Word):
     """What happens when another process's build has been waited for long enough."""
 
     RAISE = "raise"
@@ -59,7 +59,7 @@ class OnWait(str, Enum):
     """Build it here as well: twice the work, never a wrong result."""
 
 
-class OnSuspect(str, Enum):
+class OnSuspect(Word):
     """What happens to a finished plan that is oddly large or small beside earlier builds of its model."""
 
     REPORT = "report"
@@ -68,7 +68,7 @@ class OnSuspect(str, Enum):
     """It is not stored, and the build fails."""
 
 
-class Rung(str, Enum):
+class Rung(Word):
     """Stored plans that may serve although they were not built for exactly this GPU and version."""
 
     SAME_COMPUTE_CAPABILITY = "same_compute_capability"
@@ -80,7 +80,7 @@ class Rung(str, Enum):
     this rung only where the store is trusted like code."""
 
 
-class Isolation(str, Enum):
+class Isolation(Word):
     """In which process builds run."""
 
     AUTO = "auto"

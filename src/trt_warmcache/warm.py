@@ -70,6 +70,9 @@ class WarmReport:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
+        printer.text(str(self))  # how IPython and notebooks show a cell's result
+
     def to_json(self) -> list[dict[str, Any]]:
         """The report as plain JSON values."""
         return [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from trt_warmcache._words import Word
 from trt_warmcache.options import BuildOptions
 from trt_warmcache.profiles import ShapeProfile
 from trt_warmcache.tactics import TacticReplay
@@ -30,13 +30,11 @@ __all__ = [
 ]
 
 
-class Flavour(str, Enum):
+class Flavour(Word):
     """The two TensorRT products; their plans are not interchangeable."""
 
     TENSORRT = "tensorrt"
     TENSORRT_RTX = "tensorrt_rtx"
-
-    __str__ = str.__str__
 
 
 @dataclass(frozen=True)

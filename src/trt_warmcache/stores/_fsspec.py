@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from trt_warmcache._words import Word
 from trt_warmcache.errors import ConfigError, IntegrityError, StoreError, StoreReason
 from trt_warmcache.lease import DEFAULT_LEASE_SECONDS, Lease
 from trt_warmcache.manifest import CHUNK_BYTES, BlobRef
@@ -56,7 +57,7 @@ _LARGE = 32 * 1024 * 1024  # above, an object is sent in parts
 _ATTEMPTS_PER_DEADLINE = 3  # a stalled connection costs a third of the deadline, not all of it
 
 
-class Transport(str, Enum):
+class Transport(Word):
     """Who carries the bytes."""
 
     AUTO = "auto"
@@ -66,18 +67,14 @@ class Transport(str, Enum):
     OBSTORE = "obstore"
     """obstore's native client; an error where it cannot be used."""
 
-    __str__ = str.__str__
 
-
-class Compression(str, Enum):
+class Compression(Word):
     """Whether blobs are packed for the wire."""
 
     AUTO = "auto"
     """Where a sample of 4 MiB gains more than a tenth with zstd level 1, and for timing caches and calibration tables."""
     NEVER = "never"
     """Never; blobs that were packed by others are still read."""
-
-    __str__ = str.__str__
 
 
 class FsspecStore(Store):

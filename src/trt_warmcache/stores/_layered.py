@@ -14,13 +14,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import suppress
-from enum import Enum
 from typing import Any, TypeVar
 
 import msgspec
 
 from trt_warmcache import manifest as manifests
 from trt_warmcache._fields import to_enum
+from trt_warmcache._words import Word
 from trt_warmcache.errors import ConfigError, IntegrityError, StoreError, StoreReason, UntrustedError
 from trt_warmcache.events import EventKind, Events
 from trt_warmcache.keys import Kind
@@ -59,7 +59,7 @@ _REMEMBERED = 1024
 _FILL_PAUSE = 0.02
 
 
-class WriteTo(str, Enum):
+class WriteTo(Word):
     """Which layers a finished entry is published to."""
 
     ALL = "all"
@@ -68,8 +68,6 @@ class WriteTo(str, Enum):
     """The nearest writable layer only."""
     BACKGROUND = "background"
     """The nearest writable layer at once, the others from a thread; :meth:`LayeredStore.close` waits for it."""
-
-    __str__ = str.__str__
 
 
 class LayeredStore(Store):
