@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from tests.support import real_model, tiny_model
 
 import trt_warmcache as twc
+from trt_warmcache.builders import TensorRTRTXBuilder
 from trt_warmcache.cli import EXIT_DAMAGED, EXIT_FAILED, EXIT_MISS, EXIT_USAGE, main
 from trt_warmcache.keys import Kind
 from trt_warmcache.stores._base import blob_name
@@ -45,6 +46,21 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 PROFILE = ("--profile", "x=1x4:2x4:8x4")
+
+
+def test_preset(run: Any, model: Path) -> None:
+    """--preset means what BuildOptions.preset means for the installed version, with --option on top."""
+    plain = json.loads(run("key", model, *PROFILE, "--builder", "tensorrt_rtx", "--json").stdout)["parts"]
+    fast = json.loads(run("key", model, *PROFILE, "--builder", "tensorrt_rtx", "--preset", "fast", "--json").stdout)[
+        "parts"
+    ]
+    builder = TensorRTRTXBuilder()
+    expected = twc.BuildOptions.preset("fast", version=builder.version(), flavour=builder.flavour)
+    assert {name: fast[name] for name in fast if name not in plain} == {
+        f"options.{spec.name}": value for spec, value in expected.chosen()
+    }
+    both = run("key", model, *PROFILE, "--preset", "fast", "--option", "optimization_level=4", "--json")
+    assert json.loads(both.stdout)["parts"]["options.optimization_level"] == 4
 
 
 def test_build_and_sign(run: Any, model: Path, tmp_path: Path) -> None:

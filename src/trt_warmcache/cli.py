@@ -18,6 +18,7 @@ import click
 
 from trt_warmcache import cli_fleet
 from trt_warmcache._version import __version__
+from trt_warmcache.builders import select_builder
 from trt_warmcache.cli_calibration import calib, calibrate, request_calibration, request_options
 from trt_warmcache.cli_common import (
     date_text,
@@ -36,7 +37,7 @@ from trt_warmcache.export import export_entry, file_names
 from trt_warmcache.keys import Kind
 from trt_warmcache.manager import EngineManager
 from trt_warmcache.manifest import Manifest
-from trt_warmcache.options import BuildOptions
+from trt_warmcache.options import BuildOptions, Preset
 from trt_warmcache.policy import Cover, OnMiss, Policy
 from trt_warmcache.profiles import parse_profile
 from trt_warmcache.settings import Settings
@@ -108,6 +109,12 @@ def _request_options(command: _F) -> _F:
                 help="A further optimization profile, complete, inputs separated by spaces.",
             ),
             click.option(
+                "--preset",
+                type=click.Choice([preset.value for preset in Preset]),
+                default=None,
+                help="How long to search for a fast engine, in terms of the installed version; --option goes on top.",
+            ),
+            click.option(
                 "--option",
                 "options",
                 multiple=True,
@@ -142,12 +149,24 @@ def _fields(given: dict[str, Any]) -> dict[str, Any]:
     profiles += [parse_profile(text) for text in given["boundaries"]]
     return {
         "profiles": profiles,
-        "options": BuildOptions(**dict(_assignment(text) for text in given["options"])),
+        "options": _build_options(given),
         "name": given["name"],
         "version": given["model_version"],
         "recipe": given["recipe"],
         "calibration": request_calibration(given),
     }
+
+
+def _build_options(given: dict[str, Any]) -> BuildOptions:
+    chosen = dict(_assignment(text) for text in given["options"])
+    if given["preset"] is None:
+        return BuildOptions(**chosen)
+    builder = select_builder(_builder(given))
+    return BuildOptions.preset(given["preset"], version=builder.version(), flavour=builder.flavour, **chosen)
+
+
+def _builder(given: dict[str, Any]) -> str:
+    return given["builder"] or Settings.from_env(os.environ).builder
 
 
 def _assignment(text: str) -> tuple[str, Any]:
@@ -163,7 +182,7 @@ def _assignment(text: str) -> tuple[str, Any]:
 def _manager(given: dict[str, Any], **more: Any) -> EngineManager:
     return EngineManager(
         store_argument(given["stores"]),
-        builder=given["builder"] or Settings.from_env(os.environ).builder,
+        builder=_builder(given),
         target=Target(compute_capabilities=given["capabilities"]) if given["capabilities"] else None,
         **more,
     )
