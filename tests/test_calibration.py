@@ -584,6 +584,20 @@ def test_exception_in_the_loader(root: Path, model: Path) -> None:
         assert engine.outcome is twc.Outcome.BUILT
 
 
+def test_folder_that_changes_meanwhile(root: Path, model: Path, folder: Path) -> None:
+    """Files written during the calibration make no table: nobody knows which of them were read."""
+
+    def load(path: Path) -> Any:
+        np.save(folder / "9.npy", batch(9)["x"])
+        return np.load(path)
+
+    with make(root) as manager:
+        with pytest.raises(twc.ConfigError, match="changed during the calibration"):
+            manager.calibrate(model, twc.Calibration(data=folder, loader=load))
+        assert stored(manager) == []
+        assert manager.counters()["calibration_failed"] == 1
+
+
 def test_changing_data_is_refused(root: Path, model: Path) -> None:
     """Data that differs between two passes makes no table, and the message says what to do."""
     rng = np.random.default_rng()

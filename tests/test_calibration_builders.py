@@ -237,6 +237,17 @@ def test_tensorrt_calibrates_itself(root: Path, line: Line) -> None:
         assert other.key.digest != entry.key
 
 
+def test_tensorrt_gets_every_batch_of_a_one_shot_iterator(root: Path) -> None:
+    """Looking at the first batch for its shapes takes it away from nobody."""
+    manager, module, buffers = on_gpu(root, "10.3")
+    once = twc.Calibration(data=iter(batches()), fingerprint="once", runner="tensorrt")
+    with manager:
+        engine = manager.get(fake_names(), profiles=PROFILE, calibration=once)
+        entry = manager.store.manifest(Kind.CALIBRATION, engine.manifest.extra["calibration_key"])
+    assert entry is not None
+    assert (entry.extra["batches"], buffers.uploads, record_of(module).calibration_batches) == (3, 3, 3)
+
+
 def test_its_table_serves_tensorrt_rtx(root: Path) -> None:
     """A table that TensorRT 10.3 made becomes Q/DQ nodes for TensorRT-RTX, which could not have made it."""
     manager, _, _ = on_gpu(root, "10.3")

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -415,6 +416,7 @@ class CalibrationTables:
                     )
                 by = f"onnxruntime {_version_of('onnxruntime')}"
             job.source.verify_unchanged()
+            job.calibration.check_unchanged(key.parts["data"], digest_file=self._digest_file)
         except BaseException as error:
             # What the caller's own data raised goes to the caller as it is.
             text = f"{key.name}: {error.message if isinstance(error, WarmCacheError) else repr(error)}"
@@ -444,12 +446,13 @@ class CalibrationTables:
                 "runner='tensorrt' needs a builder with INT8 calibrators, which is classic TensorRT 8.6 to 10.16, and a request that says what to build: EngineManager.get. TensorRT 11 and TensorRT-RTX have none: use runner='onnxruntime', whose table becomes Q/DQ nodes there."
             )
         inputs = _inputs(job.source)
-        first = next(job.calibration.feed(inputs))
+        feed = job.calibration.feed(inputs, expected=job.key.parts["data"])
+        first = next(feed)  # its shapes are needed beforehand, and a one-shot iterator cannot be asked twice
         count = {"batches": 0, "samples": 0}
         total = job.calibration.expected_batches
 
         def batches() -> Iterator[Mapping[str, Any]]:
-            for number, batch in enumerate(job.calibration.feed(inputs, expected=job.key.parts["data"]), start=1):
+            for number, batch in enumerate(chain([first], feed), start=1):
                 yield batch
                 shape = next(iter(batch.values())).shape
                 count["batches"], count["samples"] = number, count["samples"] + (shape[0] if shape else 1)

@@ -149,11 +149,11 @@ class Calibration:
             a model of one input, a sequence of arrays for several in the model's order. None to use only what is
             stored already.
         algorithm: ``"entropy"``, ``"minmax"`` or ``"percentile"``.
-        batches: Use this many batches from the front; None for all.
+        batches: Use this many batches from the front, and refuse data that has fewer; None for all.
         fingerprint: The caller's own name for data and order, instead of one computed from the bytes. With it the
             data is read only when a table must be made, and may be left out where one is stored.
         preprocess: The caller's own version of what happens between files and batches; part of the key. Change it
-            whenever `loader` or the pipeline behind `data` changes.
+            whenever `loader` or the pipeline behind `data` changes. Left out, the name of `loader` stands in for it.
         table: A finished table, or the path of one; then nothing is calibrated and no data is needed.
         loader: For folders: makes one batch of one file. Files are taken in the order of their names.
         version: For folders: the caller's version of the files. The fingerprint is then made of names, sizes and this
@@ -177,6 +177,7 @@ class Calibration:
     percentile: float = 99.99
     runner: CalibrationRunner | str = CalibrationRunner.ONNXRUNTIME
     qdq: QdqOptions = QdqOptions()
+    _walked: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "algorithm", to_enum(CalibrationAlgorithm, self.algorithm, "algorithm"))
@@ -185,7 +186,8 @@ class Calibration:
             raise ConfigError("TensorRT's own calibrators know no percentile: runner='onnxruntime' does.")
         if self.batches is not None and (type(self.batches) is not int or self.batches < 1):
             raise ConfigError(f"batches must be a positive whole number or None for all, not {self.batches!r}.")
-        if not 50 < self.percentile <= 100:
+        share: object = self.percentile
+        if not isinstance(share, (int, float)) or not 50 < share <= 100:
             raise ConfigError(f"percentile must lie above 50 and at most at 100, not {self.percentile!r}.")
         for name in ("fingerprint", "preprocess", "version"):
             value = getattr(self, name)
@@ -210,7 +212,7 @@ class Calibration:
     def _check_source(self) -> None:
         if self._is_folder:
             return
-        if isinstance(self.data, Mapping) or not (callable(self.data) or hasattr(self.data, "__iter__")):
+        if isinstance(self.data, (Mapping, bytes)) or not (callable(self.data) or hasattr(self.data, "__iter__")):
             raise ConfigError(
                 "data must be an iterable of batches, a function returning one, a folder or a DataLoader, "
                 f"not {type(self.data).__name__}. For a single batch, write [batch]."
@@ -233,7 +235,10 @@ class Calibration:
         """How many batches there will be, for showing progress; None where only walking the data would tell."""
         if self._is_folder:
             return len(self.files())
-        known = len(self.data) if hasattr(self.data, "__len__") else None
+        try:
+            known = len(self.data)
+        except TypeError:  # has none, or is a DataLoader over a stream, whose __len__ raises
+            known = None
         return min((count for count in (known, self.batches) if count is not None), default=None)
 
     def load_table(self) -> CalibrationTable | None:
@@ -249,11 +254,18 @@ class Calibration:
             "data": data_fingerprint,
             "algorithm": algorithm,
             "batches": self.batches,
-            "preprocess": self.preprocess,
+            "preprocess": self.preprocess or self._loader_tag,
         }
         # A table that is given was made by whoever made it.
         other = self.runner is not CalibrationRunner.ONNXRUNTIME and self.table is None
         return {**parts, "runner": str(self.runner)} if other else parts
+
+    @property
+    def _loader_tag(self) -> str | None:
+        """What stands for the preprocessing where files are fingerprinted and nothing was said of their loader."""
+        if self.loader is None or self.fingerprint is not None:
+            return None
+        return f"loader:{getattr(self.loader, '__qualname__', type(self.loader).__qualname__)}"
 
     def find_fingerprint(self, inputs: Sequence[InputSpec], *, digest_file: Callable[[Path], str] | None = None) -> str:
         """The fingerprint of data and order.
@@ -308,6 +320,14 @@ class Calibration:
                 "No calibration table is stored for this model and fingerprint, and the request has no data to make "
                 "one. Pass Calibration(data=..., fingerprint=...) once where the data is, or import the table."
             )
+        if isinstance(self.data, Iterator):
+            if self._walked:
+                # what is left of it would go into the store as if it were all
+                raise ConfigError(
+                    "data is a one-shot iterator, and an earlier run has used it. Pass a new one, or a function that "
+                    "makes it anew (data=lambda: batches())."
+                )
+            object.__setattr__(self, "_walked", True)
         hasher = _BatchHasher() if expected is not None and self.computes_fingerprint else None
         number = 0
         for number, raw in enumerate(islice(self._source(inputs), self.batches), start=1):
@@ -321,12 +341,39 @@ class Calibration:
             raise ConfigError(
                 "The calibration data holds no batch. Check the folder, or that the iterable is not used up."
             )
+        self._check_count(number)
+
+    def check_unchanged(self, expected: str, *, digest_file: Callable[[Path], str] | None = None) -> None:
+        """Look at the files of a folder again, after they were read; batches are compared by :meth:`feed`.
+
+        Args:
+            expected: What :meth:`find_fingerprint` returned before.
+            digest_file: As there.
+
+        Raises:
+            ConfigError: They are not what was fingerprinted.
+        """
+        if (
+            self._is_folder
+            and self.fingerprint is None
+            and self._fingerprint_files(digest_file or _digest_file) != expected
+        ):
+            raise ConfigError(
+                f"Files in {self.data} changed during the calibration. Calibrate again when it is at rest."
+            )
+
+    def _check_count(self, found: int) -> None:
+        if self.batches is not None and found < self.batches:
+            raise ConfigError(
+                f"The calibration data holds {found} batches, and batches={self.batches} asks for more. Give more data, "
+                "or leave batches out to use all there is."
+            )
 
     def files(self) -> list[Path]:
         """The files of a folder, in the order they are used.
 
         Raises:
-            ConfigError: No such folder, or nothing usable in it.
+            ConfigError: No such folder, or nothing usable or too little in it.
         """
         root = Path(self.data).expanduser()
         if not root.is_dir():
@@ -341,6 +388,7 @@ class Calibration:
         if not found:
             what = "files" if self.loader is not None else ".npy or .npz files; for other kinds pass a loader"
             raise ConfigError(f"The calibration folder {root} holds no {what}.")
+        self._check_count(len(found))
         return sorted(found, key=lambda path: path.relative_to(root).as_posix())[: self.batches]
 
     def _fingerprint_files(self, digest_file: Callable[[Path], str]) -> str:
@@ -370,11 +418,13 @@ class Calibration:
         load = self.loader or _load_arrays
         for position, path in enumerate(self.files()):
             batch = load(path)
-            if position == 0 and self.loader is not None and self.fingerprint is None:
-                # files are fingerprinted without the loader, so nothing else would notice a random one
+            # Files are fingerprinted without the loader, so nothing else would notice a random one. The first file and
+            # ever fewer of the others are loaded twice, because a flip of a coin may spare one.
+            sampled = position & (position + 1) == 0
+            if sampled and self.loader is not None and self.fingerprint is None:
                 pair = [_BatchHasher(), _BatchHasher()]
-                pair[0].update(_check_batch(batch, inputs, 1))
-                pair[1].update(_check_batch(load(path), inputs, 1))
+                pair[0].update(_check_batch(batch, inputs, position + 1))
+                pair[1].update(_check_batch(load(path), inputs, position + 1))
                 if pair[0].fingerprint != pair[1].fingerprint:
                     raise ConfigError(f"The loader made two different batches of {path}. {_AGAIN}")
             yield batch
