@@ -191,8 +191,24 @@ class TestDiff:
         assert difference.added == ("new",)
         assert difference.removed == ("gone",)
         assert [(change.name, change.ratio) for change in difference.changed] == [("down", 0.5), ("up", 1.5)]
-        assert str(difference).splitlines()[0] == "+ new"
-        assert "~ down: 1 -> 0.5 (x0.5)" in str(difference)
+        assert str(difference).splitlines() == [
+            "~ down: 1 -> 0.5 (x0.5)",
+            "~ up: 1 -> 1.5 (x1.5)",
+            "+ new",
+            "- gone",
+        ]
+
+    def test_long_differences_are_cut(self) -> None:
+        """With a limit only the largest changes are named, and the rest is counted; at the limit nothing is cut."""
+        difference = diff(table(a=1, b=1, c=1, old=1), table(a=2, b=8, c=4, new=1))
+        assert difference.to_text(2).splitlines() == [
+            "~ b: 1 -> 8 (x8)",
+            "~ c: 1 -> 4 (x4)",
+            "  ... and 1 more changed",
+            "+ new",
+            "- old",
+        ]
+        assert difference.to_text(3) == str(difference)
 
     def test_equal_tables(self) -> None:
         """No difference is falsy, whatever the headers; NaN equals NaN here."""
@@ -288,29 +304,44 @@ class TestFiles:
         with pytest.raises(IntegrityError, match="larger than"):
             read_table(path)
 
-    def test_onnxruntime_files(self, tmp_path: Path) -> None:
-        """All files that ONNX Runtime writes are read; only JSON keeps the range of negative tensors."""
+    def test_onnxruntime_files(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """All files that ONNX Runtime writes are read; only JSON keeps the ranges of negative tensors.
+
+        The others lost them when they were written. A range that shows it is not usable, and a warning tells of the rest.
+        """
         calibrate = pytest.importorskip("onnxruntime.quantization.calibrate")
         np = pytest.importorskip("numpy")
         from onnxruntime.quantization.quant_utils import write_calibration_table
 
         data = {
             "a b: c": calibrate.TensorData(lowest=np.float32(-1), highest=np.float32(2.54)),
-            "negative": calibrate.TensorData(lowest=np.array(-5, np.float32), highest=np.array([1], np.float32)),
+            "mostly": calibrate.TensorData(lowest=np.array(-5, np.float32), highest=np.array([1], np.float32)),
+            "never above": calibrate.TensorData(lowest=np.float32(-5), highest=np.float32(-1)),
+            "up to 0": calibrate.TensorData(lowest=np.float32(-5), highest=np.float32(0)),
         }
         write_calibration_table(data, str(tmp_path))
         whole = calibrate.TensorsData(calibrate.CalibrationMethod.MinMax, data)
         calibrate.save_tensors_data(whole, tmp_path / "tensors.json")
-        for name, negative in (
-            ("calibration.json", 5),
-            ("tensors.json", 5),
-            ("calibration.flatbuffers", 1),
-            ("calibration.cache", 1),
+        for name, whole_ranges in (
+            ("calibration.json", True),
+            ("tensors.json", True),
+            ("calibration.flatbuffers", False),
+            ("calibration.cache", False),
         ):
+            caplog.clear()
             found = read_table(tmp_path / name, algorithm="MinMaxCalibration")
             assert found.algorithm == "MinMaxCalibration"
             assert found.scales["a b: c"] == pytest.approx(0.02), name
-            assert found.scales["negative"] == pytest.approx(negative / 127), name
+            coverage = found.coverage(data)
+            if whole_ranges:
+                assert coverage.complete, name
+                assert all(found.scales[tensor] == pytest.approx(5 / 127) for tensor in list(data)[1:]), name
+                assert not caplog.records
+            else:
+                assert found.scales["mostly"] == pytest.approx(1 / 127), name
+                assert set(coverage.unusable) == {"never above", "up to 0"}, name
+                assert "calibration.json" in caplog.text
+                assert name in caplog.text
 
     def test_older_onnxruntime_json(self, tmp_path: Path) -> None:
         """Releases up to 1.16 wrote pairs; NaN stays NaN whatever its place."""

@@ -135,6 +135,11 @@ def test_diff(run: Any, tmp_path: Path) -> None:
     [change] = json.loads(run("calib", "diff", "other.calib", "more.calib", "--json").stdout)["changed"]
     assert (change["tensor"], change["before"], change["ratio"]) == ("new", "inf", "nan")
     assert run("calib", "diff", "other.calib", "other.calib").stdout.startswith("no differences\n0 changed")
+    assert len(run("calib", "diff", a["key"], b["key"], "--limit", "1").stdout.splitlines()) == 3
+    assert len(run("calib", "diff", a["key"], b["key"], "--limit", "0").stdout.splitlines()) == 5
+    Path("foreign.calib").write_bytes(CalibrationTable(0, "MinMaxCalibration", {"p": 0.5}).to_bytes())
+    assert "tables of different models" in run("calib", "diff", a["key"], "foreign.calib").stdout
+    assert "There is no file typo.calib" in run("calib", "diff", a["key"], "typo.calib", code=EXIT_MISS).stderr
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the plot extra")

@@ -7,6 +7,7 @@ when the version is another one, although the scales mean the same everywhere, s
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import struct
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 __all__ = ["CalibrationTable", "Coverage", "ScaleChange", "TableDiff", "diff", "read_table", "version_number"]
+
+log = logging.getLogger("trt_warmcache")
 
 INT8_MAX: Final = 127
 """A scale is the dynamic range divided by this: symmetric int8 leaves -128 out."""
@@ -134,8 +137,7 @@ class CalibrationTable:
         Raises:
             IntegrityError: Anything but a whole table; ``reason`` is ``truncated`` (empty), ``header`` or ``table``.
         """
-        # not splitlines(), which also splits at characters that a tensor name may hold
-        lines = _decode(data, source).replace("\r\n", "\n").split("\n")
+        lines = _lines(data, source)
         match = _HEADER.fullmatch(lines[0].strip())
         if match is None:
             what = f"starts with {lines[0][:60]!r}, not TRT-<version>-<algorithm> (read_table imports other formats)"
@@ -250,8 +252,24 @@ class TableDiff:
         return bool(self.added or self.removed or self.changed)
 
     def __str__(self) -> str:
-        lines = [f"+ {name}" for name in self.added] + [f"- {name}" for name in self.removed]
-        lines += [f"~ {c.name}: {c.before:.6g} -> {c.after:.6g} (x{c.ratio:.4g})" for c in self.changed]
+        return self.to_text()
+
+    def to_text(self, limit: int | None = None) -> str:
+        """The differences for people, one line each: what changed most, then what was added and removed.
+
+        Args:
+            limit: Name at most this many of each kind, and count the rest; None for all.
+        """
+        changed = [f"~ {c.name}: {c.before:.6g} -> {c.after:.6g} (x{c.ratio:.4g})" for c in self.changed]
+        lines: list[str] = []
+        for word, part in (
+            ("changed", changed),
+            ("added", [f"+ {name}" for name in self.added]),
+            ("removed", [f"- {name}" for name in self.removed]),
+        ):
+            lines += part[:limit]
+            if limit is not None and len(part) > limit:
+                lines.append(f"  ... and {len(part) - limit} more {word}")
         return "\n".join(lines) or "no differences"
 
 
@@ -278,8 +296,9 @@ def usable(scale: float) -> bool:
 def read_table(path: str | os.PathLike[str], *, algorithm: str = "EntropyCalibration2") -> CalibrationTable:
     """Read a table file of TensorRT, trtexec, Polygraphy or ONNX Runtime; the format is recognised by content.
 
-    ONNX Runtime writes three files: ``calibration.json`` is the one to prefer, because its ``.flatbuffers`` and
-    ``.cache`` hold only the larger of minimum and maximum, which is too small a range for mostly negative tensors.
+    ONNX Runtime writes three files. Read ``calibration.json``: its ``.flatbuffers`` and ``.cache`` hold only the larger
+    of minimum and maximum. A tensor that is never positive has a negative scale then, which is not usable; the range of
+    one that is mostly negative is too small, and nothing in the file tells which those are. A warning is logged.
 
     Args:
         path: The file.
@@ -305,10 +324,13 @@ def read_table(path: str | os.PathLike[str], *, algorithm: str = "EntropyCalibra
         return CalibrationTable.parse(data, source=source)
     if data.lstrip().startswith(b"{"):
         ranges = _from_json(data, source)
-    elif b"\0" in data:
-        ranges = _from_flatbuffers(data, source)
     else:
-        ranges = _from_words(data, source)
+        ranges = _from_flatbuffers(data, source) if b"\0" in data else _from_words(data, source)
+        log.warning(
+            "%s holds only the larger of each tensor's minimum and maximum: scales of tensors that reach further below "
+            "zero than above are too small. Read the calibration.json that ONNX Runtime writes beside it instead.",
+            source,
+        )
     return CalibrationTable(0, algorithm, {name: value / INT8_MAX for name, value in ranges.items()})
 
 
@@ -354,7 +376,7 @@ def _number(value: Any) -> float | None:
 def _from_words(data: bytes, source: str) -> dict[str, float]:
     """ONNX Runtime's ``calibration.cache``: a name, a space and the range in decimal, per line."""
     ranges: dict[str, float] = {}
-    for number, line in enumerate(_decode(data, source).splitlines(), start=1):
+    for number, line in enumerate(_lines(data, source), start=1):
         if not line.strip():
             continue
         name, _, value = line.rstrip().rpartition(" ")
@@ -366,7 +388,7 @@ def _from_words(data: bytes, source: str) -> dict[str, float]:
             raise _damaged(source, what, "header" if number == 1 else "table")
         if name in ranges:
             raise _damaged(source, f"names the tensor {name!r} again in line {number}")
-        ranges[name] = abs(amount)
+        ranges[name] = amount
     return ranges
 
 
@@ -399,7 +421,7 @@ def _from_flatbuffers(data: bytes, source: str) -> dict[str, float]:
             raise ValueError("more entries than the file has room for")
         for slot in range(vector + 4, vector + 4 + 4 * count, 4):
             entry = slot + u32(slot)
-            yield text(field(entry, 4)), abs(float(text(field(entry, 6))))
+            yield text(field(entry, 4)), float(text(field(entry, 6)))
 
     ranges: dict[str, float] = {}
     try:
@@ -410,6 +432,11 @@ def _from_flatbuffers(data: bytes, source: str) -> dict[str, float]:
         what = f"is neither text nor a whole flatbuffers table of ONNX Runtime ({error})"
         raise _damaged(source, what, "header") from error
     return ranges
+
+
+def _lines(data: bytes | bytearray | memoryview | str, source: str) -> list[str]:
+    # not splitlines(), which also splits at characters that a tensor name may hold
+    return _decode(data, source).replace("\r\n", "\n").split("\n")
 
 
 def _decode(data: bytes | bytearray | memoryview | str, source: str) -> str:

@@ -23,7 +23,7 @@ from trt_warmcache.cli_common import (
     store_argument,
     store_option,
 )
-from trt_warmcache.errors import ConfigError
+from trt_warmcache.errors import ConfigError, MissError
 from trt_warmcache.explain import stored_manifests
 from trt_warmcache.export import file_names, write_whole
 from trt_warmcache.keys import Kind
@@ -270,10 +270,17 @@ def _rows(manifest: Manifest) -> dict[str, str]:
     default=None,
     help="Also draw histograms of the scales (PNG, PDF or SVG).",
 )
+@click.option(
+    "--limit",
+    type=click.IntRange(min=0),
+    default=20,
+    show_default=True,
+    help="Name so many tensors of each kind, those changed most first; 0 for all.",
+)
 @store_option
 @json_option
-def diff_tables(*, before: str, after: str, plot: Path | None, as_json: bool, **given: Any) -> None:
-    """Compare two tables, stored (key or name) or files: tensors added, removed, and changed most."""
+def diff_tables(*, before: str, after: str, plot: Path | None, limit: int, as_json: bool, **given: Any) -> None:
+    """Compare two tables, stored (key or name) or files: tensors changed most, added, and removed."""
     with _manager(given, quiet=True) as manager:
         tables = [_table(manager, which) for which in (before, after)]
     first, second = tables
@@ -285,11 +292,14 @@ def diff_tables(*, before: str, after: str, plot: Path | None, as_json: bool, **
     if as_json:
         click.echo(json.dumps(_diff_json(changes)))
         return
-    click.echo(str(changes))
-    same = len(first.scales.keys() & second.scales.keys()) - len(changes.changed)
+    click.echo(changes.to_text(limit or None))
+    common = len(first.scales.keys() & second.scales.keys())
     click.echo(
-        f"{len(changes.changed)} changed, {len(changes.added)} added, {len(changes.removed)} removed, {same} the same"
+        f"{len(changes.changed)} changed, {len(changes.added)} added, {len(changes.removed)} removed, "
+        f"{common - len(changes.changed)} the same"
     )
+    if not common:
+        click.echo("No tensor is in both: these are tables of different models.")
     if plot is not None:
         click.echo(f"wrote {plot}")
 
@@ -313,7 +323,10 @@ def _number(value: float) -> float | str:
 def _table(manager: EngineManager, which: str) -> CalibrationTable:
     if Path(which).is_file():
         return read_table(which)
-    return manager.tables.read(find_entry(manager.store, which, _KINDS))
+    try:
+        return manager.tables.read(find_entry(manager.store, which, _KINDS))
+    except MissError as error:
+        raise MissError(f"There is no file {which}. {error.message}") from error
 
 
 @calib.command("import")
