@@ -328,9 +328,11 @@ class TestFiles:
             ("calibration.flatbuffers", False),
             ("calibration.cache", False),
         ):
+            found = read_table(tmp_path / name)
+            assert found.algorithm == ("MinMaxCalibration" if name == "tensors.json" else "EntropyCalibration2")
+            assert read_table(tmp_path / name, algorithm="MinMaxCalibration").algorithm == "MinMaxCalibration"
             caplog.clear()
-            found = read_table(tmp_path / name, algorithm="MinMaxCalibration")
-            assert found.algorithm == "MinMaxCalibration"
+            read_table(tmp_path / name)
             assert found.scales["a b: c"] == pytest.approx(0.02), name
             coverage = found.coverage(data)
             if whole_ranges:

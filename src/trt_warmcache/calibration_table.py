@@ -323,7 +323,8 @@ def read_table(path: str | os.PathLike[str], *, algorithm: str = "EntropyCalibra
     if data.startswith(b"TRT-"):
         return CalibrationTable.parse(data, source=source)
     if data.lstrip().startswith(b"{"):
-        ranges = _from_json(data, source)
+        ranges, method = _from_json(data, source)
+        algorithm = method or algorithm
     else:
         ranges = _from_flatbuffers(data, source) if b"\0" in data else _from_words(data, source)
         log.warning(
@@ -334,13 +335,19 @@ def read_table(path: str | os.PathLike[str], *, algorithm: str = "EntropyCalibra
     return CalibrationTable(0, algorithm, {name: value / INT8_MAX for name, value in ranges.items()})
 
 
-def _from_json(data: bytes, source: str) -> dict[str, float]:
-    """ONNX Runtime's JSON: objects with ``lowest`` and ``highest``, or pairs of both in older releases."""
+def _from_json(data: bytes, source: str) -> tuple[dict[str, float], str | None]:
+    """ONNX Runtime's JSON: objects with ``lowest`` and ``highest``, or pairs of both in older releases.
+
+    Some of its files say which method chose the ranges.
+    """
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise _damaged(source, f"is damaged JSON ({error})") from error
+    algorithm = None
     if content.get("CLS") == "TensorsData":
+        is_minmax = "MinMax" in str(content.get("calibration_method"))
+        algorithm = "MinMaxCalibration" if is_minmax else "EntropyCalibration2"
         content = content.get("data")
     if not isinstance(content, dict) or not content:
         raise _damaged(source, "holds no tensors")
@@ -351,7 +358,7 @@ def _from_json(data: bytes, source: str) -> dict[str, float]:
         if None in numbers:
             raise _damaged(source, f"has no lowest and highest value for tensor {name!r}")
         ranges[name] = _largest(abs(number) for number in numbers if number is not None)
-    return ranges
+    return ranges, algorithm
 
 
 def _largest(numbers: Iterable[float]) -> float:
