@@ -110,6 +110,8 @@ class TestFields:
             ({"data": [], "percentile": "99"}, "percentile"),
             ({"data": [], "percentile": float("nan")}, "percentile"),
             ({"data": b"pictures"}, "iterable of batches"),
+            ({"data": [], "providers": "CUDAExecutionProvider"}, "sequence of names"),
+            ({"data": [], "providers": ()}, "sequence of names"),
             ({"data": [], "fingerprint": ""}, "fingerprint"),
             ({"data": [], "preprocess": lambda x: x}, "Do the preprocessing in loader"),
             ({"data": 5}, "iterable of batches"),

@@ -25,6 +25,9 @@ import numpy as np
 def load(path):
     return np.full((1, 3, 8, 8), float(path.read_text()), np.float32)
 
+def fails(path):
+    raise OSError("torn picture")
+
 not_a_function = 3
 """
 
@@ -119,6 +122,41 @@ def test_loader(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "holds no .npy" in run("calibrate", "conv.onnx", "--data", "texts", code=EXIT_USAGE).stderr
 
 
+def test_failing_loader_names_the_file(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a loader raises is told in one line, with the file that it could not read; so is a module that breaks."""
+    Path("failing_loaders_for_this_test.py").write_text(LOADER)
+    Path("broken_module_for_this_test.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    asked = ("calibrate", "conv.onnx", "--data", "data", "--loader")
+    failed = run(*asked, "failing_loaders_for_this_test:fails", code=EXIT_USAGE)
+    assert "fails cannot read data/0.npy: OSError: torn picture." in failed.stderr
+    assert "ZeroDivisionError" in run(*asked, "broken_module_for_this_test:load", code=EXIT_USAGE).stderr
+    assert json.loads(run("calib", "ls", "--json").stdout) == []
+
+
+def test_build_takes_what_calibrate_takes(run: Any) -> None:
+    """Percentile and version of the data name the same table in `build` as in `calibrate`; Q/DQ filters reach the key."""
+    pytest.importorskip("tensorrt_rtx")
+    made = calibrate(run, "--algorithm", "percentile", "--percentile", "99", "--data-version", "1")
+    asked = ["--calib-data", "data", "--calib-algorithm", "percentile", "--calib-percentile", "99"]
+    asked += ["--calib-data-version", "1"]
+    plain = json.loads(run("key", "conv.onnx", *PROFILE, *asked, "--json").stdout)
+    assert plain["parts"]["calibration"] == made["table"]
+    how = ("--qdq-min-channels", "1", "--qdq-exclude", "second")
+    filtered = json.loads(run("key", "conv.onnx", *PROFILE, *asked, *how, "--json").stdout)
+    assert (filtered["parts"]["qdq"]["min_channels"], filtered["parts"]["qdq"]["nodes_exclude"]) == (1, ["second"])
+    asked[3] = "entropy"
+    assert "belongs to --calib-algorithm" in run("key", "conv.onnx", *PROFILE, *asked, code=EXIT_USAGE).stderr
+
+
+def test_provider(run: Any) -> None:
+    """A provider that this ONNX Runtime lacks is refused by name rather than replaced by the CPU; the CPU may be named."""
+    asked = ("calibrate", "conv.onnx", "--data", "data", "--provider")
+    refused = run(*asked, "NoSuchExecutionProvider", code=EXIT_USAGE)
+    assert "has no NoSuchExecutionProvider; it has " in refused.stderr
+    assert run(*asked, "CPUExecutionProvider").stdout.startswith("calibrated")
+
+
 def test_diff(run: Any, tmp_path: Path) -> None:
     """diff compares entries and files: the largest change first, and the counts."""
     a, b = calibrate(run, "--algorithm", "minmax"), calibrate(run, "--algorithm", "percentile", "--percentile", "90")
@@ -195,6 +233,8 @@ def test_import_export(run: Any) -> None:
 def test_import_refuses(run: Any) -> None:
     """A missing file, a damaged one and a table of another model are told apart by exit code and message."""
     run("calib", "import", "none.cache", "conv.onnx", code=EXIT_USAGE)
+    unused = run("calib", "import", "none.cache", "conv.onnx", "--batches", "2", code=EXIT_USAGE)
+    assert "give --fingerprint too" in unused.stderr
     Path("bad.cache").write_text("TRT-8601-EntropyCalibration2\nx: zz\n")
     run("calib", "import", "bad.cache", "conv.onnx", code=EXIT_DAMAGED)
     Path("foreign.cache").write_text("TRT-8601-EntropyCalibration2\nx: 3d000000\np: 3d000000\nq: 3d000000\n")

@@ -414,7 +414,8 @@ class CalibrationTables:
                     measured = quantize.measure(
                         model, job.calibration, fingerprint=key.parts["data"], progress=progress
                     )
-                by = f"onnxruntime {_version_of('onnxruntime')}"
+                devices = [name for name in job.calibration.providers if name != "CPUExecutionProvider"]
+                by = " ".join(("onnxruntime", quantize.onnxruntime_version(), *devices))
             job.source.verify_unchanged()
             job.calibration.check_unchanged(key.parts["data"], digest_file=self._digest_file)
         except BaseException as error:
@@ -716,12 +717,6 @@ def _activations(source: ModelSource, table: CalibrationTable) -> tuple[str, ...
     except ConfigError:
         # Without ONNX Runtime nobody tells which tensors are activations, so none can be said to be missing.
         return tuple(name for name in onnx_graph.tensor_names(source.read()) if name in table.scales)
-
-
-def _version_of(package: str) -> str:
-    from importlib.metadata import version
-
-    return version(package)
 
 
 def _veto_name(digest: str) -> str:

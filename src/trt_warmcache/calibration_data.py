@@ -160,6 +160,8 @@ class Calibration:
             rather than of the files' bytes.
         percentile: Share of the magnitudes that is kept, in percent, for ``"percentile"``.
         runner: ``"onnxruntime"`` or ``"tensorrt"``; part of the key.
+        providers: ONNX Runtime's execution providers in order of preference, such as ``("CUDAExecutionProvider",)``, which
+            needs the package onnxruntime-gpu; CPU if left out. Not part of the key: ranges differ by rounding only.
         qdq: How the table becomes Q/DQ nodes, for TensorRT 11 and TensorRT-RTX. Not part of the table's key.
 
     Raises:
@@ -176,6 +178,7 @@ class Calibration:
     version: str | None = None
     percentile: float = 99.99
     runner: CalibrationRunner | str = CalibrationRunner.ONNXRUNTIME
+    providers: Sequence[str] = ("CPUExecutionProvider",)
     qdq: QdqOptions = QdqOptions()
     _walked: bool = field(default=False, init=False, repr=False)
 
@@ -194,6 +197,11 @@ class Calibration:
             if value is not None and (not isinstance(value, str) or not value):
                 hint = " Do the preprocessing in loader or data." if callable(value) else ""
                 raise ConfigError(f"{name} is a text of your choice that changes when what it stands for does.{hint}")
+        if isinstance(self.providers, str) or not self.providers or not all(isinstance(p, str) for p in self.providers):
+            raise ConfigError(
+                f"providers is a sequence of names such as CUDAExecutionProvider, not {self.providers!r}."
+            )
+        object.__setattr__(self, "providers", tuple(self.providers))
         if not isinstance(self.qdq, QdqOptions):
             raise ConfigError(f"qdq must be QdqOptions, not {self.qdq!r}.")
         if self.table is not None and (self.data is not None or self.fingerprint is not None):

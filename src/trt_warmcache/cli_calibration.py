@@ -6,13 +6,14 @@ import importlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from trt_warmcache.calibration import StoredTable
-from trt_warmcache.calibration_data import Calibration, CalibrationAlgorithm, CalibrationRunner
+from trt_warmcache.calibration_data import Calibration, CalibrationAlgorithm, CalibrationRunner, QdqOptions
 from trt_warmcache.calibration_table import CalibrationTable, TableDiff, diff, read_table, usable
 from trt_warmcache.cli_common import (
     date_text,
@@ -34,6 +35,7 @@ __all__ = ["calib", "calibrate", "request_calibration", "request_options"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _KINDS = (Kind.CALIBRATION,)
+_PERCENTILE = 99.99
 
 
 def _what_is_asked(command: _F) -> _F:
@@ -47,7 +49,10 @@ def _what_is_asked(command: _F) -> _F:
                 help="How ranges are chosen. [default: entropy, or what an imported file says]",
             ),
             click.option(
-                "--percentile", type=float, default=99.99, show_default=True, help="Share that is kept, in percent."
+                "--percentile",
+                type=float,
+                default=None,
+                help=f"With --algorithm percentile: the share that is kept, in percent. [default: {_PERCENTILE}]",
             ),
             click.option("--batches", type=int, default=None, help="Use this many batches; all if left out."),
             click.option("--preprocess", metavar="TAG", default=None, help="Your version of the preprocessing."),
@@ -61,9 +66,10 @@ def _what_is_asked(command: _F) -> _F:
 
 
 def _asked(given: dict[str, Any], **more: Any) -> Calibration:
+    algorithm = given["algorithm"] or CalibrationAlgorithm.ENTROPY
     return Calibration(
-        algorithm=given["algorithm"] or CalibrationAlgorithm.ENTROPY,
-        percentile=given["percentile"],
+        algorithm=algorithm,
+        percentile=_percentile(given["percentile"], algorithm, "--percentile", "--algorithm"),
         batches=given["batches"],
         preprocess=given["preprocess"],
         fingerprint=given["fingerprint"],
@@ -71,8 +77,14 @@ def _asked(given: dict[str, Any], **more: Any) -> Calibration:
     )
 
 
+def _percentile(share: float | None, algorithm: str, option: str, needed: str) -> float:
+    if share is not None and algorithm != CalibrationAlgorithm.PERCENTILE:
+        raise ConfigError(f"{option} belongs to {needed} percentile.")
+    return _PERCENTILE if share is None else share
+
+
 def _loader(spec: str | None) -> Any:
-    """The function that ``package.module:function`` names."""
+    """The function that ``package.module:function`` names; what it raises names the file."""
     if spec is None:
         return None
     module, colon, name = spec.partition(":")
@@ -82,9 +94,19 @@ def _loader(spec: str | None) -> Any:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"Cannot load {spec}: {error}. Is its folder in PYTHONPATH?") from error
+    except Exception as error:
+        raise ConfigError(f"Cannot load {spec}: {type(error).__name__}: {error}.") from error
     if not callable(found):
         raise ConfigError(f"{spec} is {type(found).__name__}, not a function that makes a batch of a file.")
-    return found
+
+    @wraps(found)
+    def load(path: Path) -> Any:
+        try:
+            return found(path)
+        except Exception as error:
+            raise ConfigError(f"{spec} cannot read {path}: {type(error).__name__}: {error}.") from error
+
+    return load
 
 
 def request_options(command: _F) -> _F:
@@ -109,9 +131,33 @@ def request_options(command: _F) -> _F:
                 show_default=True,
                 help="INT8: what runs the model over the data; tensorrt needs a GPU and TensorRT 8.6 to 10.16.",
             ),
+            click.option(
+                "--calib-percentile",
+                type=float,
+                default=None,
+                help=f"INT8, algorithm percentile: the share that is kept, in percent. [default: {_PERCENTILE}]",
+            ),
             click.option("--calib-batches", type=int, default=None, help="INT8: use this many batches."),
             click.option(
                 "--calib-preprocess", metavar="TAG", default=None, help="INT8: your version of preprocessing."
+            ),
+            click.option(
+                "--calib-data-version",
+                metavar="TEXT",
+                default=None,
+                help="INT8: your version of the files; they are not hashed then.",
+            ),
+            click.option(
+                "--qdq-exclude",
+                metavar="NODE",
+                multiple=True,
+                help="INT8, TensorRT 11 and RTX: a node that stays in floating point; repeat it.",
+            ),
+            click.option(
+                "--qdq-min-channels",
+                type=int,
+                default=None,
+                help=f"INT8, TensorRT 11 and RTX: nodes with fewer channels stay in floating point. [default: {QdqOptions().min_channels}]",
             ),
         )
     ):
@@ -128,15 +174,23 @@ def request_calibration(given: dict[str, Any]) -> Calibration | None:
     data, table, fingerprint = given["calib_data"], given["calib_table"], given["calib_fingerprint"]
     if data is None and table is None and fingerprint is None:
         return None
+    how: dict[str, Any] = {"nodes_exclude": given["qdq_exclude"]}
+    if given["qdq_min_channels"] is not None:
+        how["min_channels"] = given["qdq_min_channels"]
     return Calibration(
         data=data,
         table=table,
         fingerprint=fingerprint,
         algorithm=given["calib_algorithm"],
+        percentile=_percentile(
+            given["calib_percentile"], given["calib_algorithm"], "--calib-percentile", "--calib-algorithm"
+        ),
         batches=given["calib_batches"],
         preprocess=given["calib_preprocess"],
         runner=given["calib_runner"],
         loader=_loader(given["calib_loader"]),
+        version=given["calib_data_version"],
+        qdq=QdqOptions(**how),
     )
 
 
@@ -158,12 +212,22 @@ def _manager(given: dict[str, Any], *, quiet: bool) -> Iterator[EngineManager]:
 @click.option(
     "--data-version", metavar="TEXT", default=None, help="Your version of the files; they are not hashed then."
 )
+@click.option(
+    "--provider",
+    "providers",
+    metavar="NAME",
+    multiple=True,
+    help="What ONNX Runtime runs on, preferred first, such as CUDAExecutionProvider; repeat it. CPU if left out.",
+)
 @_what_is_asked
 @store_option
 @json_option
 def calibrate(*, as_json: bool, **given: Any) -> None:
     """Measure the INT8 ranges of MODEL over calibration data, or find them stored; needs no GPU and no TensorRT."""
-    calibration = _asked(given, data=given["data"], loader=_loader(given["loader"]), version=given["data_version"])
+    where = {"providers": given["providers"]} if given["providers"] else {}
+    calibration = _asked(
+        given, data=given["data"], loader=_loader(given["loader"]), version=given["data_version"], **where
+    )
     with _manager(given, quiet=as_json) as manager:
         found = manager.calibrate(given["model"], calibration, name=given["name"], version=given["model_version"])
         made = manager.counters().get("calibration_end", 0) > 0
@@ -340,6 +404,12 @@ def import_table(*, file: str, as_json: bool, **given: Any) -> None:
 
     With --fingerprint, requests that name the same fingerprint, algorithm, batches and preprocessing find it.
     """
+    if given["fingerprint"] is None and any(
+        given[name] is not None for name in ("batches", "preprocess", "percentile")
+    ):
+        raise ConfigError(
+            "--batches, --preprocess and --percentile say which requests find the table: give --fingerprint too."
+        )
     table = read_table(file, algorithm=CalibrationAlgorithm(given["algorithm"] or "entropy").header)
     given["algorithm"] = given["algorithm"] or CalibrationAlgorithm.of_header(table.algorithm).value
     calibration = Calibration(table=table) if given["fingerprint"] is None else _asked(given)

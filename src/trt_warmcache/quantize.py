@@ -36,7 +36,16 @@ if TYPE_CHECKING:
         def threshold(self) -> float: ...
 
 
-__all__ = ["QUANTIZED_OP_TYPES", "Measured", "calibrate", "float_tensors", "insert_qdq", "measure", "model_inputs"]
+__all__ = [
+    "QUANTIZED_OP_TYPES",
+    "Measured",
+    "calibrate",
+    "float_tensors",
+    "insert_qdq",
+    "measure",
+    "model_inputs",
+    "onnxruntime_version",
+]
 
 log = logging.getLogger("trt_warmcache")
 
@@ -58,6 +67,11 @@ _FLOATS: Final = frozenset({"tensor(float)", "tensor(float16)"})
 _SIDE_FILES: Final = "session.model_external_initializers_file_folder_path"
 _OPSET: Final = 13  # the first whose DequantizeLinear has an axis, as weights per channel need
 _OPSET_HALF: Final = 19  # the first that quantizes float16
+
+
+def onnxruntime_version() -> str:
+    """Which ONNX Runtime is installed; several packages bring it."""
+    return str(_import("onnxruntime").__version__)
 
 
 def model_inputs(model: ModelLike) -> tuple[InputSpec, ...]:
@@ -103,10 +117,9 @@ def calibrate(
     *,
     fingerprint: str | None = None,
     progress: Callable[[int, int | None], None] | None = None,
-    providers: Collection[str] = ("CPUExecutionProvider",),
 ) -> CalibrationTable:
     """The table of :func:`measure`."""
-    return measure(model, calibration, fingerprint=fingerprint, progress=progress, providers=providers).table
+    return measure(model, calibration, fingerprint=fingerprint, progress=progress).table
 
 
 def measure(
@@ -115,7 +128,6 @@ def measure(
     *,
     fingerprint: str | None = None,
     progress: Callable[[int, int | None], None] | None = None,
-    providers: Collection[str] = ("CPUExecutionProvider",),
 ) -> Measured:
     """Measure the range of every floating-point activation.
 
@@ -123,18 +135,18 @@ def measure(
 
     Args:
         model: Path, bytes or ``onnx.ModelProto``; side files are found beside a path.
-        calibration: The data and the algorithm.
+        calibration: The data, the algorithm, and where to run the model.
         fingerprint: What ``calibration.find_fingerprint`` returned earlier; the data must still be the same.
         progress: Called after each batch with the number done and the number in all, None where that is unknown. What
             it raises ends the run.
-        providers: ONNX Runtime execution providers, for example ``("CUDAExecutionProvider",)``.
 
     Raises:
-        ConfigError: Data that does not fit the model, or that changed since `fingerprint`.
+        ConfigError: Data that does not fit the model, or that changed since `fingerprint`; or an execution provider that
+            this ONNX Runtime lacks.
         ModelError: The model cannot be read or run.
     """
     proto, folder = _load(model)
-    session = _session(proto, folder, providers)
+    session = _session(proto, folder, calibration.providers)
     tensors = _activations(proto, session)
     specs = _inputs(proto)
     outputs = {output.name for output in session.get_outputs()}
@@ -286,9 +298,16 @@ def _size(dim: Any) -> int | str | None:
     return dim.dim_param or None if not dim.HasField("dim_value") or dim.dim_value < 0 else int(dim.dim_value)
 
 
-def _session(proto: onnx.ModelProto, folder: str | None, providers: Collection[str] = ("CPUExecutionProvider",)) -> Any:
+def _session(proto: onnx.ModelProto, folder: str | None, providers: Sequence[str] = ("CPUExecutionProvider",)) -> Any:
     """A session that returns every tensor of the main graph under the name it has in the model."""
     onnx, runtime = _import("onnx"), _import("onnxruntime")
+    available = runtime.get_available_providers()
+    missing = [name for name in providers if name not in available]
+    if missing:  # a session would only warn, and run on the CPU
+        raise ConfigError(
+            f"This ONNX Runtime has no {', '.join(missing)}; it has {', '.join(available)}. GPUs need another package, "
+            "such as onnxruntime-gpu in place of onnxruntime."
+        )
     seen = {output.name for output in proto.graph.output}
     for node in proto.graph.node:
         if node.op_type == "Constant":
