@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tests.support import run_python
 
 import trt_warmcache as twc
-from trt_warmcache import quantize
+from trt_warmcache import calibration_run
 from trt_warmcache.builders import BuilderCapabilities, BuildInputs
 from trt_warmcache.events import Event, EventKind
 from trt_warmcache.keys import Kind
@@ -775,7 +775,7 @@ def test_veto_through_layers(tmp_path: Path, model: Path, monkeypatch: pytest.Mo
         with make(far) as other:
             other.tables.veto(key.digest, "B", "poor")
         assert manager.get(model, profiles=PROFILE, calibration=calibration, target=target).outcome is twc.Outcome.HIT
-    monkeypatch.setattr("trt_warmcache.calibration._VETO_SECONDS", 0.0)
+    monkeypatch.setattr("trt_warmcache.calibration_vetoes._VETO_SECONDS", 0.0)
     with make([near, far]) as manager, pytest.raises(twc.MissError, match="vetoed for B"):
         manager.get(model, profiles=PROFILE, calibration=calibration, target=target)
     with make(far) as other:
@@ -795,7 +795,7 @@ def test_side_files(root: Path, tmp_path: Path) -> None:
     )
     with make(root, FakeBuilder()) as manager:
         engine = manager.get(path, profiles=PROFILE, calibration=twc.Calibration(data=batches(), algorithm="minmax"))
-        whole = quantize.calibrate(conv_model(), twc.Calibration(data=batches(), algorithm="minmax"))
+        whole = calibration_run.calibrate(conv_model(), twc.Calibration(data=batches(), algorithm="minmax"))
         assert engine.key.parts["calibration"] == whole.digest
 
 

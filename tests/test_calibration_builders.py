@@ -15,7 +15,7 @@ from tests.test_quantize import cosine, detection_input, run, yolo_input
 
 import trt_warmcache as twc
 from trt_warmcache.builders import TensorRTBuilder, TensorRTRTXBuilder
-from trt_warmcache.calibration_table import read_table
+from trt_warmcache.calibration_files import read_table
 from trt_warmcache.keys import Kind
 from trt_warmcache.policy import Isolation
 

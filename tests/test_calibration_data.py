@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from trt_warmcache.calibration_data import Calibration, CalibrationAlgorithm, InputSpec
+from trt_warmcache.calibration_batches import InputSpec
+from trt_warmcache.calibration_data import Calibration, CalibrationAlgorithm
 from trt_warmcache.calibration_table import CalibrationTable
 from trt_warmcache.errors import ConfigError, MissError, UnknownFieldError
 
@@ -419,6 +420,28 @@ class TestFolder:
             fingerprint(tmp_path / "none")
         with pytest.raises(ConfigError, match=r"holds no \.npy or \.npz files; for other kinds pass a loader"):
             fingerprint(tmp_path)
+
+    @pytest.mark.parametrize(("name", "keep"), [("a.npy", 90), ("a.npz", 60), ("a.npz", -20), ("a.npy", 0)])
+    def test_torn_files_are_named(self, tmp_path: Path, name: str, keep: int) -> None:
+        """A file that was cut off is refused by name, whatever numpy and zipfile raise for it."""
+        path = tmp_path / name
+        if name.endswith("npz"):
+            np.savez(path, **batch(1))
+        else:
+            np.save(path, batch(1)["x"])
+        path.write_bytes(path.read_bytes()[:keep])
+        with pytest.raises(ConfigError, match=rf"{name} cannot be read as numpy data"):
+            Calibration(data=tmp_path).check([X])
+
+    def test_damage_inside_an_archive(self, tmp_path: Path) -> None:
+        """A flipped byte in a compressed member is refused too."""
+        path = tmp_path / "a.npz"
+        np.savez_compressed(path, **batch(1))
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 0xFF
+        path.write_bytes(data)
+        with pytest.raises(ConfigError, match="cannot be read as numpy data"):
+            Calibration(data=tmp_path).check([X])
 
     def test_pickled_arrays_are_refused(self, tmp_path: Path) -> None:
         """An array file that needs pickle is never loaded."""

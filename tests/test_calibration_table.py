@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trt_warmcache.calibration_table import CalibrationTable, diff, read_table, version_number
+from trt_warmcache.calibration_files import read_table
+from trt_warmcache.calibration_table import CalibrationTable, diff, version_number
 from trt_warmcache.errors import ConfigError, IntegrityError, ModelError, WarmCacheError
 
 if TYPE_CHECKING:
@@ -358,7 +359,7 @@ class TestFiles:
     @given(st.binary(max_size=120))
     def test_flipped_flatbuffers_raise_only_our_errors(self, junk: bytes) -> None:
         """Damage in the binary format never escapes as an index or memory error."""
-        from trt_warmcache.calibration_table import _from_flatbuffers
+        from trt_warmcache.calibration_files import _from_flatbuffers
 
         for data in (junk, struct.pack("<I", 16) + bytes(12) + junk):
             with contextlib.suppress(WarmCacheError):

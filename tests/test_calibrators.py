@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from trt_warmcache.calibration_data import Calibration, InputSpec
+from trt_warmcache.calibration_batches import InputSpec
+from trt_warmcache.calibration_data import Calibration
 from trt_warmcache.calibration_table import CalibrationTable
 from trt_warmcache.calibrators import CalibratorOutcome, CudaBuffers, TorchBuffers, make_calibrator
 from trt_warmcache.errors import BuildError, ConfigError, IntegrityError

@@ -13,7 +13,8 @@ import pytest
 from click.testing import CliRunner, Result
 from tests.test_calibration import batch, conv_model
 
-from trt_warmcache.calibration_table import CalibrationTable, read_table
+from trt_warmcache.calibration_files import read_table
+from trt_warmcache.calibration_table import CalibrationTable
 from trt_warmcache.cli import EXIT_DAMAGED, EXIT_FAILED, EXIT_MISS, EXIT_USAGE, main
 
 pytest.importorskip("onnxruntime")
@@ -117,6 +118,7 @@ def test_loader(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(f"texts/{number}.txt").write_text(str(number))
     arguments = ("calibrate", "conv.onnx", "--data", "texts", "--loader")
     assert "calibrated" in run(*arguments, "loaders_for_this_test:load").stdout
+    assert "preprocessing loader:load\n" in run("calib", "show", "conv").stdout
     for wrong in ("load", "loaders_for_this_test:lod", "no_such_module:load", "loaders_for_this_test:not_a_function"):
         run(*arguments, wrong, code=EXIT_USAGE)
     assert "holds no .npy" in run("calibrate", "conv.onnx", "--data", "texts", code=EXIT_USAGE).stderr

@@ -7,27 +7,25 @@ time, so the size of a data set does not matter.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
-from trt_warmcache._fields import nearest_name, strict_fields, to_enum
-from trt_warmcache.calibration_table import CalibrationTable, read_table
+from trt_warmcache._fields import strict_fields, to_enum
+from trt_warmcache.calibration_batches import Batch, BatchHasher, InputSpec, check_batch, framed, load_arrays
+from trt_warmcache.calibration_files import read_table
+from trt_warmcache.calibration_table import CalibrationTable
 from trt_warmcache.errors import ConfigError, MissError
 
 if TYPE_CHECKING:
     import os
 
-    import numpy as np
 
-__all__ = ["QDQ_RECIPE", "Calibration", "CalibrationAlgorithm", "CalibrationRunner", "InputSpec", "QdqOptions"]
+__all__ = ["QDQ_RECIPE", "Calibration", "CalibrationAlgorithm", "CalibrationRunner", "QdqOptions"]
 
-Batch: TypeAlias = "dict[str, np.ndarray[Any, Any]]"
-"""Input name to array, the whole batch."""
 
 QDQ_RECIPE: Final = 1
 """Goes up whenever the same table and options would give another Q/DQ model. The version of ONNX Runtime does not
@@ -73,25 +71,6 @@ class CalibrationRunner(str, Enum):
     version fuses them."""
 
     __str__ = str.__str__
-
-
-@dataclass(frozen=True)
-class InputSpec:
-    """One input of a model, as far as data can be checked against it.
-
-    Attributes:
-        name: The input.
-        dtype: numpy's name of its type, such as ``"float32"``.
-        dims: Size per dimension, anything but an int for one that may vary; None when the rank is unknown.
-    """
-
-    name: str
-    dtype: str
-    dims: tuple[int | str | None, ...] | None
-
-    def __str__(self) -> str:
-        shape = "any shape" if self.dims is None else "x".join(str(d) if isinstance(d, int) else "?" for d in self.dims)
-        return f"{self.name} ({self.dtype}, {shape or 'scalar'})"
 
 
 @strict_fields
@@ -295,7 +274,7 @@ class Calibration:
             return f"table:{table.digest}"
         if self._is_folder:
             return self._fingerprint_files(digest_file or _digest_file)
-        hasher = _BatchHasher()
+        hasher = BatchHasher()
         for batch in self.feed(inputs):
             hasher.update(batch)
         return hasher.fingerprint
@@ -336,10 +315,10 @@ class Calibration:
                     "makes it anew (data=lambda: batches())."
                 )
             object.__setattr__(self, "_walked", True)
-        hasher = _BatchHasher() if expected is not None and self.computes_fingerprint else None
+        hasher = BatchHasher() if expected is not None and self.computes_fingerprint else None
         number = 0
         for number, raw in enumerate(islice(self._source(inputs), self.batches), start=1):
-            batch = _check_batch(raw, inputs, number)
+            batch = check_batch(raw, inputs, number)
             if hasher is not None:
                 hasher.update(batch)
             yield batch
@@ -407,7 +386,7 @@ class Calibration:
         for path in self.files():
             content = f"version:{self.version}" if self.version is not None else digest_file(path)
             for part in (path.relative_to(root).as_posix(), str(path.stat().st_size), content):
-                hasher.update(_framed(part.encode("utf-8", "surrogateescape")))
+                hasher.update(framed(part.encode("utf-8", "surrogateescape")))
         return f"files:{hasher.hexdigest()}"
 
     def _source(self, inputs: Sequence[InputSpec]) -> Iterable[Any]:
@@ -423,130 +402,22 @@ class Calibration:
         return made  # type: ignore[no-any-return]
 
     def _load_files(self, inputs: Sequence[InputSpec]) -> Iterator[Any]:
-        load = self.loader or _load_arrays
+        load = self.loader or load_arrays
         for position, path in enumerate(self.files()):
             batch = load(path)
             # Files are fingerprinted without the loader, so nothing else would notice a random one. The first file and
             # ever fewer of the others are loaded twice, because a flip of a coin may spare one.
             sampled = position & (position + 1) == 0
             if sampled and self.loader is not None and self.fingerprint is None:
-                pair = [_BatchHasher(), _BatchHasher()]
-                pair[0].update(_check_batch(batch, inputs, position + 1))
-                pair[1].update(_check_batch(load(path), inputs, position + 1))
+                pair = [BatchHasher(), BatchHasher()]
+                pair[0].update(check_batch(batch, inputs, position + 1))
+                pair[1].update(check_batch(load(path), inputs, position + 1))
                 if pair[0].fingerprint != pair[1].fingerprint:
                     raise ConfigError(f"The loader made two different batches of {path}. {_AGAIN}")
             yield batch
-
-
-class _BatchHasher:
-    """Order-sensitive hash of names, types, shapes and bytes of a stream of batches."""
-
-    def __init__(self) -> None:
-        from blake3 import blake3
-
-        self._hasher = blake3()
-
-    def update(self, batch: Batch) -> None:
-        import numpy as np
-
-        self._hasher.update(struct.pack("<I", len(batch)))
-        for name, array in sorted(batch.items()):
-            little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-            shape = "x".join(map(str, array.shape))
-            for part in (name, little.dtype.name, shape):
-                self._hasher.update(_framed(part.encode()))
-            self._hasher.update(little.reshape(-1).view(np.uint8).data)
-
-    @property
-    def fingerprint(self) -> str:
-        return f"batches:{self._hasher.hexdigest()}"
-
-
-def _framed(part: bytes) -> bytes:
-    return struct.pack("<I", len(part)) + part
 
 
 def _digest_file(path: Path) -> str:
     from blake3 import blake3
 
     return blake3().update_mmap(path).hexdigest()
-
-
-def _load_arrays(path: Path) -> Any:
-    import numpy as np
-
-    try:
-        # Pickled arrays stay refused: calibration data often comes from elsewhere.
-        content = np.load(path, allow_pickle=False)
-        if path.suffix.lower() == ".npy":
-            return content
-        with content as archive:
-            return dict(archive.items())
-    except (ValueError, OSError, EOFError) as error:
-        raise ConfigError(f"Calibration file {path} cannot be read as numpy data: {error}.") from error
-
-
-def _check_batch(raw: Any, inputs: Sequence[InputSpec], number: int) -> Batch:
-    batch = {name: _to_array(value, name, number) for name, value in _by_name(raw, inputs, number).items()}
-    specs = {spec.name: spec for spec in inputs}
-    for name in batch:
-        if name not in specs:
-            nearest = nearest_name(str(name), specs)
-            hint = f"; did you mean {nearest!r}" if nearest else ""
-            raise ConfigError(f"Calibration batch {number}: the model has no input {name!r}{hint}. {_inputs(inputs)}")
-    for spec in inputs:
-        if spec.name not in batch:
-            raise ConfigError(f"Calibration batch {number} lacks input {spec.name!r}. {_inputs(inputs)}")
-        _check_array(batch[spec.name], spec, number)
-    return batch
-
-
-def _by_name(raw: Any, inputs: Sequence[InputSpec], number: int) -> Mapping[str, Any]:
-    if isinstance(raw, Mapping):
-        return raw
-    values = raw if isinstance(raw, (tuple, list)) else (raw,)
-    if len(values) != len(inputs):
-        raise ConfigError(
-            f"Calibration batch {number} has {len(values)} parts for {len(inputs)} inputs, so which is which is "
-            f"unclear (labels, perhaps). Yield dicts of input name to array. {_inputs(inputs)}"
-        )
-    return {spec.name: value for spec, value in zip(inputs, values, strict=True)}
-
-
-def _to_array(value: Any, name: str, number: int) -> np.ndarray[Any, Any]:
-    import numpy as np
-
-    if hasattr(value, "detach"):  # a torch tensor, possibly on a GPU or inside a graph
-        value = value.detach().cpu().numpy()
-    array = np.asarray(value)
-    if array.dtype.hasobject or array.dtype.kind not in "biufc":
-        raise ConfigError(f"Calibration batch {number}: {name!r} holds {array.dtype}, not numbers.")
-    return array
-
-
-def _check_array(array: np.ndarray[Any, Any], spec: InputSpec, number: int) -> None:
-    import numpy as np
-
-    where = f"Calibration batch {number}, input {spec.name!r}"
-    if array.dtype.name != spec.dtype:
-        raise ConfigError(
-            f"{where}: the model takes {spec.dtype}, the data is {array.dtype.name}. "
-            f"Convert it, e.g. with .astype('{spec.dtype}')."
-        )
-    dims = spec.dims
-    if dims is not None and (
-        array.ndim != len(dims)
-        or any(isinstance(d, int) and d != size for d, size in zip(dims, array.shape, strict=True))
-    ):
-        hint = " A batch needs its leading dimension: array[None]." if array.ndim == len(dims) - 1 else ""
-        raise ConfigError(
-            f"{where}: the model takes {spec}, the data has shape {'x'.join(map(str, array.shape))}.{hint}"
-        )
-    if not array.size:
-        raise ConfigError(f"{where} is empty (shape {array.shape}).")
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise ConfigError(f"{where} holds NaN or infinity, which would spoil every range. Check the preprocessing.")
-
-
-def _inputs(inputs: Sequence[InputSpec]) -> str:
-    return f"Its inputs: {'; '.join(map(str, inputs))}."

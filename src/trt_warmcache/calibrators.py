@@ -92,13 +92,13 @@ def make_calibrator(
     if base is None:
         raise ConfigError(
             f"This TensorRT ({getattr(trt, '__name__', 'tensorrt')} {version}) has no INT8 calibrators: 11.0 removed "
-            "them and RTX never had any. Calibrate with trt_warmcache.quantize.calibrate and build the model that "
-            "trt_warmcache.quantize.insert_qdq makes with Q/DQ nodes (extra 'int8')."
+            "them and RTX never had any. Calibrate with runner='onnxruntime' (extra 'int8'): EngineManager makes Q/DQ "
+            "nodes of its table there."
         )
     if algorithm is CalibrationAlgorithm.PERCENTILE and batches is not None:
         raise ConfigError(
-            "TensorRT's calibrators know no percentile. Use algorithm 'entropy' or 'minmax', or make the table with "
-            "trt_warmcache.quantize.calibrate and pass it as Calibration(table=...)."
+            "TensorRT's calibrators know no percentile. Use algorithm 'entropy' or 'minmax', or calibrate with "
+            "runner='onnxruntime', whose table TensorRT reads."
         )
     state = _State(version_number(version), algorithm, batches, buffers=buffers, read=read, write=write)
     return _subclass(base)(base, state)  # type: ignore[no-any-return]

@@ -14,7 +14,8 @@ import click
 
 from trt_warmcache.calibration import StoredTable
 from trt_warmcache.calibration_data import Calibration, CalibrationAlgorithm, CalibrationRunner, QdqOptions
-from trt_warmcache.calibration_table import CalibrationTable, TableDiff, diff, read_table, usable
+from trt_warmcache.calibration_files import read_table
+from trt_warmcache.calibration_table import CalibrationTable, TableDiff, diff, usable
 from trt_warmcache.cli_common import (
     date_text,
     find_entry,

@@ -28,7 +28,7 @@ from trt_warmcache.builders import (
     LoadNeeds,
     select_builder,
 )
-from trt_warmcache.calibration import CalibrationTables, Limits, StoredTable, route
+from trt_warmcache.calibration import CalibrationTables, Limits, StoredTable
 from trt_warmcache.calibration_data import Calibration
 from trt_warmcache.calibration_table import CalibrationTable
 from trt_warmcache.call import Call, derive, shares_graph
@@ -46,6 +46,7 @@ from trt_warmcache.errors import (
 )
 from trt_warmcache.events import EventKind, Events, Hook
 from trt_warmcache.explain import Explanation, explain, stored_manifests
+from trt_warmcache.int8 import route
 from trt_warmcache.judge import History, drift, told_apart
 from trt_warmcache.keys import EngineKey, Kind
 from trt_warmcache.ladder import Step, exact_steps, older_versions
