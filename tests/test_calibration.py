@@ -429,6 +429,15 @@ def given(**scales: float) -> twc.CalibrationTable:
     return twc.CalibrationTable(8601, "EntropyCalibration2", scales)
 
 
+def test_a_dead_tensor_alone_is_reported(root: Path, model: Path) -> None:
+    """One scale of zero in an otherwise complete table is told by name and value."""
+    seen = Seen()
+    with make(root, hooks=[seen]) as manager:
+        manager.calibrate(model, twc.Calibration(table=given(x=0.5, a=0.0, b=0.125, y=0.5)))
+    (event,) = seen.of(EventKind.CALIBRATION_INCOMPLETE)
+    assert (event.detail["missing_count"], event.detail["unusable"]) == (0, {"a": "0.0"})
+
+
 def test_given_table(root: Path, model: Path) -> None:
     """A table in the request is used as it is, stored beside the engine, and calibrates nothing."""
     table = given(x=0.5, a=0.25, b=0.125, y=0.5)
@@ -598,6 +607,46 @@ def test_folder_that_changes_meanwhile(root: Path, model: Path, folder: Path) ->
         assert manager.counters()["calibration_failed"] == 1
 
 
+def test_model_that_changes_meanwhile(root: Path, model: Path) -> None:
+    """A model file that is replaced during its calibration gives no table under the old model's key."""
+
+    def data() -> Any:
+        yield batch(0)
+        model.write_bytes(conv_model(seed=9))
+
+    with make(root) as manager:
+        with pytest.raises(twc.ModelError, match="changed"):
+            manager.calibrate(model, twc.Calibration(data=data, fingerprint="f"))
+        assert stored(manager) == []
+
+
+def test_misfit_is_told_before_any_work(root: Path, model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder made for another model is refused before ONNX Runtime so much as loads this one."""
+    monkeypatch.setattr("trt_warmcache.calibration_run.open_session", lambda *_: pytest.fail("loaded the model"))
+    np.save(folder / "0.npy", np.zeros((2, 4, 8, 8), np.float32))
+    with make(root) as manager, pytest.raises(twc.ConfigError, match="batch 1"):
+        manager.calibrate(model, twc.Calibration(data=folder))
+
+
+def test_store_that_cannot_answer(model: Path) -> None:
+    """With store_errors='degrade' a store that is down costs a calibration and no more; else it is an error."""
+
+    def down(call: str, name: str) -> None:
+        if call != "lock":
+            raise twc.StoreError("down", reason=twc.StoreReason.UNAVAILABLE)
+
+    calibration = twc.Calibration(data=batches(), fingerprint="f")
+    with make(FlakyStore(twc.MemoryStore(), down)) as manager:
+        with pytest.raises(twc.StoreError):
+            manager.get(model, profiles=PROFILE, calibration=calibration)
+        assert ran(manager) == 0
+        degraded = twc.Policy(store_errors="degrade")
+        target = twc.Target(gpu="A", compute_capability="8.7")
+        engine = manager.get(model, profiles=PROFILE, calibration=calibration, policy=degraded, target=target)
+        assert engine.outcome is twc.Outcome.BUILT
+        assert ran(manager) == 1
+
+
 def test_changing_data_is_refused(root: Path, model: Path) -> None:
     """Data that differs between two passes makes no table, and the message says what to do."""
     rng = np.random.default_rng()
@@ -724,7 +773,7 @@ def test_veto_for_one_gpu(root: Path, model: Path) -> None:
         for target in gpus.values():
             manager.get(model, profiles=PROFILE, calibration=calibration, target=target)
         key = manager.calibrate(model, calibration).key
-        assert manager.tables.veto(key.digest, "B", "mAP drops by 7.") == {"B": "mAP drops by 7."}
+        assert manager.tables.veto(key.digest, "B", "mAP drops by 7") == {"B": "mAP drops by 7"}
         assert (
             manager.get(model, profiles=PROFILE, calibration=calibration, target=gpus["A"]).outcome is twc.Outcome.HIT
         )

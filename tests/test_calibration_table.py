@@ -248,6 +248,12 @@ class TestCoverage:
         assert caught.value.matching == 1  # type: ignore[attr-defined]
         assert caught.value.mismatching == 3  # type: ignore[attr-defined]
 
+    def test_half_is_not_enough(self) -> None:
+        """A table belongs to the model that knows more than half of its tensors, not to one that knows half."""
+        assert table(a=1, b=1, x=1).check(["a", "b"]).unknown == ("x",)
+        with pytest.raises(ModelError, match="1 of its 2 tensors"):
+            table(a=1, x=1).check(["a", "b"])
+
     def test_tensorrts_own_tensors_are_no_mismatch(self) -> None:
         """Tensors that TensorRT itself added do not make a table foreign, and fused ones may be absent."""
         scales = {"a": 1.0, **{f"(Unnamed Layer* {i}) [Shuffle]_output": 0.0 for i in range(9)}}

@@ -18,6 +18,7 @@ from tests.support import run_python
 
 from trt_warmcache import calibration_run, quantize
 from trt_warmcache.calibration_data import Calibration
+from trt_warmcache.calibration_ranges import statistics_for
 from trt_warmcache.calibration_table import CalibrationTable
 from trt_warmcache.errors import ConfigError, ModelError
 
@@ -309,6 +310,36 @@ class TestCalibrate:
         source.data[1]["x"][0, 0, 0, 0] += 1
         with pytest.raises(ConfigError, match="changed between two passes"):
             calibration_run.calibrate(small_model(), source, fingerprint=fingerprint)
+
+    @pytest.mark.parametrize("algorithm", ["entropy", "minmax", "percentile"])
+    def test_split_into_batches_does_not_matter(self, algorithm: str) -> None:
+        """A range comes from the values alone: batches of nothing but zeros count like zeros among others."""
+        values = np.abs(np.random.default_rng(0).normal(0, 1, 5000)).astype(np.float32)
+        parts = [np.zeros(20_000, np.float32), values[:10], values[10:], np.zeros(20_000, np.float32)]
+        make = statistics_for(Calibration(data=[], algorithm=algorithm, percentile=95))
+        split, whole = make(), make()
+        for part in parts:
+            split.add(part)
+        whole.add(np.concatenate(parts))
+        assert split.threshold() == whole.threshold() > 0
+
+    def test_entropy_ignores_what_relu_cut_off(self) -> None:
+        """However many exact zeros there are, the entropy range is that of the other values."""
+        values = np.abs(np.random.default_rng(0).standard_t(3, 20_000)).astype(np.float32)
+        make = statistics_for(Calibration(data=[], algorithm="entropy"))
+        plain, cut = make(), make()
+        plain.add(values)
+        cut.add(np.concatenate([values, np.zeros(10_000_000, np.float32)]))
+        assert cut.threshold() == plain.threshold() < values.max()
+
+    @pytest.mark.filterwarnings("error")
+    @pytest.mark.parametrize("algorithm", ["entropy", "minmax", "percentile"])
+    @pytest.mark.parametrize("size", [1e-44, 1e-38, 3e38])
+    def test_smallest_and_largest_values(self, algorithm: str, size: float) -> None:
+        """Magnitudes at both ends of float32 have ranges, without overflow on the way."""
+        statistic = statistics_for(Calibration(data=[], algorithm=algorithm))()
+        statistic.add(np.array([0, size, -size], np.float32))
+        assert statistic.threshold() == pytest.approx(size, rel=0.2)
 
     @pytest.mark.parametrize("algorithm", ["entropy", "minmax", "percentile"])
     def test_memory_stays_flat_over_a_thousand_batches(self, algorithm: str, tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ class Vetoes:
             if gpu in names:
                 self._events.emit(EventKind.MISS, key=key.digest, label=key.name, reason="vetoed", gpu=gpu)
                 raise MissError(
-                    f"Calibration table {key.name} ({key.digest[:12]}) is vetoed for {gpu}: {note} Calibrate with other data or another algorithm for it, or lift the veto.",
+                    f"Calibration table {key.name} ({key.digest[:12]}) is vetoed for {gpu}: {note.rstrip('. ')}. Calibrate with other data or another algorithm for it, or lift the veto.",
                     key=key.digest,
                     reason="vetoed",
                 )
