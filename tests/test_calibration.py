@@ -263,6 +263,31 @@ def test_strongly_typed_networks_get_qdq(root: Path, model: Path) -> None:
     assert "options.int8" not in engine.key.parts
 
 
+def test_one_request_serves_all_builders(root: Path, model: Path) -> None:
+    """int8=True beside a calibration is met by Q/DQ nodes where the option itself does not exist."""
+    pytest.importorskip("tensorrt_rtx")
+    options = twc.BuildOptions(int8=True)
+    calibration = twc.Calibration(data=batches())
+    with twc.EngineManager(root, builder="tensorrt_rtx", memo=twc.DigestMemo(None)) as manager:
+        engine = manager.get(model, profiles=PROFILE, calibration=calibration, options=options)
+        assert engine.outcome is twc.Outcome.BUILT
+        assert manager.get(model, profiles=PROFILE, calibration=calibration).outcome is twc.Outcome.HIT
+        with pytest.raises(twc.ConfigError, match="int8"):
+            manager.get(model, profiles=PROFILE, options=options)
+    with make(root) as classic:
+        assert classic.get(model, profiles=PROFILE, calibration=calibration, options=options).key.parts["options.int8"]
+
+
+def test_models_too_large_for_qdq(root: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that no ONNX file can hold in one piece is refused with advice, before it is read."""
+    monkeypatch.setattr("trt_warmcache.int8._LARGEST_PROTO", 1000)
+    calibration = twc.Calibration(data=batches())
+    with make(root, FakeBuilder()) as manager, pytest.raises(twc.ModelError, match="where the model is exported"):
+        manager.get(model, profiles=PROFILE, calibration=calibration)
+    with make(root) as classic:
+        assert classic.get(model, profiles=PROFILE, calibration=calibration).outcome is twc.Outcome.BUILT
+
+
 def test_contradictions_are_refused(root: Path, model: Path) -> None:
     """int8=False beside a calibration, and a calibration that is none, fail before any work."""
     with make(root) as manager:
@@ -706,10 +731,11 @@ def test_timeout_ends_a_calibration(root: Path, model: Path) -> None:
             yield batch(0)
 
     with make(root) as manager:
-        with pytest.raises(twc.BuildTimeout):
-            manager.get(
-                model, profiles=PROFILE, calibration=twc.Calibration(data=endless, fingerprint="f"), timeout=0.5
-            )
+        for vouched in ("f", None):  # without, the first pass takes the fingerprint
+            with pytest.raises(twc.BuildTimeout):
+                manager.get(
+                    model, profiles=PROFILE, calibration=twc.Calibration(data=endless, fingerprint=vouched), timeout=0.5
+                )
         assert stored(manager) == []
 
 

@@ -16,6 +16,7 @@ from tests.test_calibration import batch, conv_model
 from trt_warmcache.calibration_files import read_table
 from trt_warmcache.calibration_table import CalibrationTable
 from trt_warmcache.cli import EXIT_DAMAGED, EXIT_FAILED, EXIT_MISS, EXIT_USAGE, main
+from trt_warmcache.cli_calibration import _names
 
 pytest.importorskip("onnxruntime")
 
@@ -230,6 +231,17 @@ def test_import_export(run: Any) -> None:
     assert again["outcome"] == "kept another"
     shown = run("calib", "show", imported["key"]).stdout
     assert "samples       not known (imported)" in shown
+
+
+def test_gaps_are_named(run: Any) -> None:
+    """Import and show name the tensors without a usable scale; where more are lacking than are listed, they say so."""
+    Path("gaps.cache").write_text("TRT-8601-MinMaxCalibration\nx: 3caa54fc\na: 0\nb: 7f800000\n")
+    imported = run("calib", "import", "gaps.cache", "conv.onnx", "--name", "gaps").stdout
+    assert "1 tensors missing: y\n" in imported
+    assert "2 tensors unusable: a, b\n" in imported
+    shown = run("calib", "show", "gaps").stdout
+    assert "tensors       1 matched, 1 missing, 2 unusable\nmissing       y\nunusable      a, b\n" in shown
+    assert _names(["b", "a"], 5) == "a, b and 3 more"
 
 
 def test_import_refuses(run: Any) -> None:

@@ -116,16 +116,25 @@ class CalibrationTables:
     # ---- identity ---------------------------------------------------------------------------------------------
 
     def key(
-        self, source: ModelSource, calibration: Calibration, *, name: str | None = None, version: str | None = None
+        self,
+        source: ModelSource,
+        calibration: Calibration,
+        *,
+        name: str | None = None,
+        version: str | None = None,
+        checkpoint: Callable[[], None] = lambda: None,
     ) -> CalibrationKey:
         """The key of a table: model content, data, algorithm, batches and preprocessing tag; never a GPU.
 
-        Reads the data where its fingerprint is made of the batches; a folder's files are hashed once and remembered.
+        Reads the data where its fingerprint is made of the batches, calling `checkpoint` after each; a folder's files are
+        hashed once and remembered.
 
         Raises:
             ConfigError: Data that does not fit the model.
         """
-        fingerprint = calibration.find_fingerprint(input_specs(source), digest_file=self._digest_file)
+        fingerprint = calibration.find_fingerprint(
+            input_specs(source), digest_file=self._digest_file, checkpoint=checkpoint
+        )
         label = readable_name(
             name or source.stem,
             version or source.digest.rpartition(":")[2][:8],
@@ -226,8 +235,13 @@ class CalibrationTables:
             IntegrityError: The entry is damaged and may not be made anew.
             StoreError: The store could not answer.
         """
-        key = self.key(source, calibration, name=name, version=version) if known is None else known.key
-        job = _Job(source, calibration, key, verify, degrade, limits or Limits(), name, version, tensorrt)
+        limits = limits or Limits()
+        key = (
+            self.key(source, calibration, name=name, version=version, checkpoint=limits.checkpoint)
+            if known is None
+            else known.key
+        )
+        job = _Job(source, calibration, key, verify, degrade, limits, name, version, tensorrt)
         self._vetoes.refuse(key, target, degrade=degrade)
         given = calibration.load_table()
         if given is not None and not verify:

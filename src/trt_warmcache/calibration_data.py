@@ -254,7 +254,13 @@ class Calibration:
             return None
         return f"loader:{getattr(self.loader, '__qualname__', type(self.loader).__qualname__)}"
 
-    def find_fingerprint(self, inputs: Sequence[InputSpec], *, digest_file: Callable[[Path], str] | None = None) -> str:
+    def find_fingerprint(
+        self,
+        inputs: Sequence[InputSpec],
+        *,
+        digest_file: Callable[[Path], str] | None = None,
+        checkpoint: Callable[[], None] = lambda: None,
+    ) -> str:
         """The fingerprint of data and order.
 
         A given one is returned as it is, without touching the data. For a folder it is made of the files, without
@@ -263,6 +269,7 @@ class Calibration:
         Args:
             inputs: The model's inputs.
             digest_file: Hex digest of a file's bytes; hand in one that remembers. BLAKE3 by default.
+            checkpoint: Called after each batch that is read; what it raises ends the pass.
 
         Raises:
             ConfigError: Data that does not fit the model, or none at all.
@@ -277,6 +284,7 @@ class Calibration:
         hasher = BatchHasher()
         for batch in self.feed(inputs):
             hasher.update(batch)
+            checkpoint()
         return hasher.fingerprint
 
     def check(self, inputs: Sequence[InputSpec]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -246,9 +246,8 @@ def _tell(outcome: str, found: StoredTable, *, as_json: bool) -> None:
     coverage = extra.get("coverage", {})
     for word in ("missing", "unusable", "unknown"):
         if coverage.get(word):
-            click.echo(
-                f"{coverage[word]} tensors {word}: {', '.join(extra.get(word, ())) or 'see calib show --scales'}"
-            )
+            named = _names(extra[word], coverage[word]) if word in extra else "see calib show --scales"
+            click.echo(f"{coverage[word]} tensors {word}: {named}")
     if found.manifest is None:
         click.echo("Not stored: the store takes no new entries.", err=True)
 
@@ -319,11 +318,22 @@ def _rows(manifest: Manifest) -> dict[str, str]:
         "batches": "all" if parts["batches"] is None else str(parts["batches"]),
         "preprocessing": parts["preprocess"] or "-",
         "tensors": coverage or str(extra.get("tensors", "-")),
+        **{
+            word: _names(extra[word], extra.get("coverage", {}).get(word, 0))
+            for word in ("missing", "unusable")
+            if extra.get(word)
+        },
         "table": str(extra.get("table", "-")),
         "made by": str(extra.get("calibrator", "imported")),
         "made": date_text(manifest.provenance.created),
         "size": size_text(manifest.size),
     }
+
+
+def _names(names: Iterable[str], count: int) -> str:
+    """Names that a manifest lists, and how many more there are."""
+    listed = sorted(names)
+    return ", ".join(listed) + (f" and {count - len(listed)} more" if count > len(listed) else "")
 
 
 @calib.command("diff")

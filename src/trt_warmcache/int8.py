@@ -13,13 +13,15 @@ from trt_warmcache.calibration_batches import InputSpec
 from trt_warmcache.calibration_data import Calibration, QdqOptions
 from trt_warmcache.calibration_run import float_tensors
 from trt_warmcache.calibration_table import CalibrationTable, Coverage, usable
-from trt_warmcache.errors import ConfigError
+from trt_warmcache.errors import ConfigError, ModelError
 from trt_warmcache.memo import DigestMemo
 from trt_warmcache.model import ModelSource
 from trt_warmcache.options import BuildOptions
 from trt_warmcache.quantize import insert_qdq
 
 __all__ = ["activations", "bytes_for_builder", "coverage_of", "input_specs", "model_at_hand", "quantized", "route"]
+
+_LARGEST_PROTO = 2**31
 
 
 def route(
@@ -28,7 +30,8 @@ def route(
     """How int8 reaches the engine: by the table itself, or by Q/DQ nodes made of it.
 
     Classic TensorRT up to 10.16 reads tables; its int8 option is switched on then. TensorRT 11 and TensorRT-RTX have
-    no calibrators, and strongly typed networks refuse them, so there the model gets Q/DQ nodes.
+    no calibrators, and strongly typed networks refuse them, so there the model gets Q/DQ nodes, and ``int8=True`` is
+    dropped, which such a builder would refuse: one request serves all builders.
 
     Args:
         options: The request's options.
@@ -44,7 +47,7 @@ def route(
     if options.int8 is False:
         raise ConfigError("The request has a calibration and int8=False. Leave one of them out.")
     if not takes_tables or options.strongly_typed:
-        return options, calibration.qdq
+        return replace(options, int8=None), calibration.qdq
     return replace(options, int8=True), None
 
 
@@ -53,8 +56,13 @@ def quantized(source: ModelSource, table: CalibrationTable, how: QdqOptions, *, 
 
     Raises:
         ConfigError: An excluded node that does not exist, or nothing to quantize.
-        ModelError: The model cannot be read, or the table belongs to another model.
+        ModelError: The model cannot be read or is too large, or the table belongs to another model.
     """
+    if source.total_bytes >= _LARGEST_PROTO:
+        raise ModelError(
+            f"Q/DQ nodes are inserted into the whole model, and {source.stem} has {source.total_bytes / 1e9:.1f} GB, more "
+            "than the 2 GB of one ONNX file. Insert them where the model is exported and build that without a calibration."
+        )
     with model_at_hand(source) as model:
         data = insert_qdq(
             model,
