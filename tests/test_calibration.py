@@ -476,6 +476,27 @@ def test_given_table(root: Path, model: Path) -> None:
         assert manager.get(model, profiles=PROFILE, calibration=reheaded).outcome is twc.Outcome.HIT
 
 
+def test_table_file_is_read_once_per_request(
+    root: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table file that is rewritten meanwhile cannot end up under the key of the one before."""
+    from trt_warmcache import calibration_data
+
+    path = tmp_path / "t.calib"
+    read: list[Any] = []
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        read.append(arguments)
+        return twc.read_table(*arguments, **options)
+
+    monkeypatch.setattr(calibration_data, "read_table", counting)
+    path.write_bytes(given(x=0.5, a=0.25, b=0.125, y=0.5).to_bytes())
+    with make(root) as manager:
+        found = manager.calibrate(model, twc.Calibration(table=path))
+    assert len(read) == 1
+    assert found.key.parts["data"] == f"table:{found.digest}"
+
+
 def test_foreign_table_is_refused_with_counts(root: Path, model: Path) -> None:
     """A table of another model is refused before any build, and the error counts its tensors."""
     builder = FakeBuilder(capabilities=TABLES)

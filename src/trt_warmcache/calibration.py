@@ -17,7 +17,7 @@ import platform
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -236,6 +236,9 @@ class CalibrationTables:
             StoreError: The store could not answer.
         """
         limits = limits or Limits()
+        given = calibration.load_table()
+        if given is not None:  # read once, so that key and table are of the same file
+            calibration = replace(calibration, table=given)
         key = (
             self.key(source, calibration, name=name, version=version, checkpoint=limits.checkpoint)
             if known is None
@@ -243,7 +246,6 @@ class CalibrationTables:
         )
         job = _Job(source, calibration, key, verify, degrade, limits, name, version, tensorrt)
         self._vetoes.refuse(key, target, degrade=degrade)
-        given = calibration.load_table()
         if given is not None and not verify:
             return StoredTable(key, given.digest, None, given)
         try:
