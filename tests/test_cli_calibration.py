@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from tests.test_calibration import batch, conv_model
 
+import trt_warmcache as twc
 from trt_warmcache.calibration_files import read_table
 from trt_warmcache.calibration_table import CalibrationTable
 from trt_warmcache.cli import EXIT_DAMAGED, EXIT_FAILED, EXIT_MISS, EXIT_USAGE, main
@@ -227,10 +228,26 @@ def test_import_export(run: Any) -> None:
     assert Path(wrote).suffix == ".calib"
     assert read_table(wrote) == read_table("old.cache")
     Path("other.cache").write_text("TRT-8601-MinMaxCalibration\nx: 3f800000\na: 3d000000\n")
-    again = json.loads(run("calib", "import", "other.cache", "conv.onnx", "--fingerprint", "set-1", "--json").stdout)
-    assert again["outcome"] == "kept another"
+    again = ("calib", "import", "other.cache", "conv.onnx", "--fingerprint", "set-1")
+    assert json.loads(run(*again, "--json", code=EXIT_FAILED).stdout)["outcome"] == "kept another"
+    told = run(*again, code=EXIT_FAILED)
+    assert told.stdout.startswith("kept another: ")
+    assert "is stored with other scales already; those stay" in told.stderr
     shown = run("calib", "show", imported["key"]).stdout
     assert "samples       not known (imported)" in shown
+
+
+def test_nothing_is_stored(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that takes no entry makes the command fail: what it was asked for is not there afterwards."""
+
+    def refuse(*_: Any) -> None:
+        raise twc.StoreError("full", reason=twc.StoreReason.FULL)
+
+    monkeypatch.setattr("trt_warmcache.stores._local.LocalStore.put_blob", refuse)
+    failed = run("calibrate", "conv.onnx", "--data", "data", code=EXIT_FAILED)
+    assert failed.stdout.startswith("calibrated: ")
+    assert "Not stored, so the work is lost" in failed.stderr
+    run("calibrate", "conv.onnx", "--data", "data", "--json", code=EXIT_FAILED)
 
 
 def test_gaps_are_named(run: Any) -> None:

@@ -18,7 +18,8 @@ import click
 
 from trt_warmcache import cli_fleet
 from trt_warmcache._version import __version__
-from trt_warmcache.cli_calibration import calib, calibrate, request_calibration, request_options
+from trt_warmcache.cli_calibration import calib, calibrate
+from trt_warmcache.cli_calibration_options import request_calibration, request_options
 from trt_warmcache.cli_common import (
     date_text,
     find_entry,

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from trt_warmcache.calibration import StoredTable
-from trt_warmcache.calibration_data import Calibration, CalibrationAlgorithm, CalibrationRunner, QdqOptions
+from trt_warmcache.calibration_data import Calibration, CalibrationAlgorithm
 from trt_warmcache.calibration_files import read_table
 from trt_warmcache.calibration_table import CalibrationTable, TableDiff, diff, usable
+from trt_warmcache.cli_calibration_options import asked_for, data_options, load_function
 from trt_warmcache.cli_common import (
     date_text,
     find_entry,
@@ -32,167 +31,10 @@ from trt_warmcache.keys import Kind
 from trt_warmcache.manager import EngineManager
 from trt_warmcache.manifest import Manifest
 
-__all__ = ["calib", "calibrate", "request_calibration", "request_options"]
+__all__ = ["calib", "calibrate"]
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 _KINDS = (Kind.CALIBRATION,)
-_PERCENTILE = 99.99
-
-
-def _what_is_asked(command: _F) -> _F:
-    """Options that name a calibration, with or without its data."""
-    for option in reversed(
-        (
-            click.option(
-                "--algorithm",
-                type=click.Choice([algorithm.value for algorithm in CalibrationAlgorithm]),
-                default=None,
-                help="How ranges are chosen. [default: entropy, or what an imported file says]",
-            ),
-            click.option(
-                "--percentile",
-                type=float,
-                default=None,
-                help=f"With --algorithm percentile: the share that is kept, in percent. [default: {_PERCENTILE}]",
-            ),
-            click.option("--batches", type=int, default=None, help="Use this many batches; all if left out."),
-            click.option("--preprocess", metavar="TAG", default=None, help="Your version of the preprocessing."),
-            click.option("--fingerprint", metavar="NAME", default=None, help="Your own name for data and order."),
-            click.option("--name", help="A name for people; the model's file name if left out."),
-            click.option("--model-version", help="A version for people."),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-def _asked(given: dict[str, Any], **more: Any) -> Calibration:
-    algorithm = given["algorithm"] or CalibrationAlgorithm.ENTROPY
-    return Calibration(
-        algorithm=algorithm,
-        percentile=_percentile(given["percentile"], algorithm, "--percentile", "--algorithm"),
-        batches=given["batches"],
-        preprocess=given["preprocess"],
-        fingerprint=given["fingerprint"],
-        **more,
-    )
-
-
-def _percentile(share: float | None, algorithm: str, option: str, needed: str) -> float:
-    if share is not None and algorithm != CalibrationAlgorithm.PERCENTILE:
-        raise ConfigError(f"{option} belongs to {needed} percentile.")
-    return _PERCENTILE if share is None else share
-
-
-def _loader(spec: str | None) -> Any:
-    """The function that ``package.module:function`` names; what it raises names the file."""
-    if spec is None:
-        return None
-    module, colon, name = spec.partition(":")
-    if not colon or not module or not name:
-        raise ConfigError(f"Cannot read loader {spec!r}; write package.module:function.")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"Cannot load {spec}: {error}. Is its folder in PYTHONPATH?") from error
-    except Exception as error:
-        raise ConfigError(f"Cannot load {spec}: {type(error).__name__}: {error}.") from error
-    if not callable(found):
-        raise ConfigError(f"{spec} is {type(found).__name__}, not a function that makes a batch of a file.")
-
-    @wraps(found)
-    def load(path: Path) -> Any:
-        try:
-            return found(path)
-        except Exception as error:
-            raise ConfigError(f"{spec} cannot read {path}: {type(error).__name__}: {error}.") from error
-
-    return load
-
-
-def request_options(command: _F) -> _F:
-    """Options of commands that build, by which a request gets a calibration."""
-    for option in reversed(
-        (
-            click.option("--calib-data", type=click.Path(), default=None, help="INT8: folder of calibration data."),
-            click.option("--calib-loader", metavar="MODULE:FUNCTION", default=None, help="INT8: reads its files."),
-            click.option("--calib-table", type=click.Path(), default=None, help="INT8: a finished calibration table."),
-            click.option("--calib-fingerprint", metavar="NAME", default=None, help="INT8: your name for the data."),
-            click.option(
-                "--calib-algorithm",
-                type=click.Choice([algorithm.value for algorithm in CalibrationAlgorithm]),
-                default=CalibrationAlgorithm.ENTROPY.value,
-                show_default=True,
-                help="INT8: how ranges are chosen.",
-            ),
-            click.option(
-                "--calib-runner",
-                type=click.Choice([runner.value for runner in CalibrationRunner]),
-                default=CalibrationRunner.ONNXRUNTIME.value,
-                show_default=True,
-                help="INT8: what runs the model over the data; tensorrt needs a GPU and TensorRT 8.6 to 10.16.",
-            ),
-            click.option(
-                "--calib-percentile",
-                type=float,
-                default=None,
-                help=f"INT8, algorithm percentile: the share that is kept, in percent. [default: {_PERCENTILE}]",
-            ),
-            click.option("--calib-batches", type=int, default=None, help="INT8: use this many batches."),
-            click.option(
-                "--calib-preprocess", metavar="TAG", default=None, help="INT8: your version of preprocessing."
-            ),
-            click.option(
-                "--calib-data-version",
-                metavar="TEXT",
-                default=None,
-                help="INT8: your version of the files; they are not hashed then.",
-            ),
-            click.option(
-                "--qdq-exclude",
-                metavar="NODE",
-                multiple=True,
-                help="INT8, TensorRT 11 and RTX: a node that stays in floating point; repeat it.",
-            ),
-            click.option(
-                "--qdq-min-channels",
-                type=int,
-                default=None,
-                help=f"INT8, TensorRT 11 and RTX: nodes with fewer channels stay in floating point. [default: {QdqOptions().min_channels}]",
-            ),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-def request_calibration(given: dict[str, Any]) -> Calibration | None:
-    """The calibration that these options ask for, or None.
-
-    Raises:
-        ConfigError: They contradict each other.
-    """
-    data, table, fingerprint = given["calib_data"], given["calib_table"], given["calib_fingerprint"]
-    if data is None and table is None and fingerprint is None:
-        return None
-    how: dict[str, Any] = {"nodes_exclude": given["qdq_exclude"]}
-    if given["qdq_min_channels"] is not None:
-        how["min_channels"] = given["qdq_min_channels"]
-    return Calibration(
-        data=data,
-        table=table,
-        fingerprint=fingerprint,
-        algorithm=given["calib_algorithm"],
-        percentile=_percentile(
-            given["calib_percentile"], given["calib_algorithm"], "--calib-percentile", "--calib-algorithm"
-        ),
-        batches=given["calib_batches"],
-        preprocess=given["calib_preprocess"],
-        runner=given["calib_runner"],
-        loader=_loader(given["calib_loader"]),
-        version=given["calib_data_version"],
-        qdq=QdqOptions(**how),
-    )
+_EXIT_FAILED = 1
 
 
 @contextmanager
@@ -220,14 +62,14 @@ def _manager(given: dict[str, Any], *, quiet: bool) -> Iterator[EngineManager]:
     multiple=True,
     help="What ONNX Runtime runs on, preferred first, such as CUDAExecutionProvider; repeat it. CPU if left out.",
 )
-@_what_is_asked
+@data_options
 @store_option
 @json_option
 def calibrate(*, as_json: bool, **given: Any) -> None:
     """Measure the INT8 ranges of MODEL over calibration data, or find them stored; needs no GPU and no TensorRT."""
     where = {"providers": given["providers"]} if given["providers"] else {}
-    calibration = _asked(
-        given, data=given["data"], loader=_loader(given["loader"]), version=given["data_version"], **where
+    calibration = asked_for(
+        given, data=given["data"], loader=load_function(given["loader"]), version=given["data_version"], **where
     )
     with _manager(given, quiet=as_json) as manager:
         found = manager.calibrate(given["model"], calibration, name=given["name"], version=given["model_version"])
@@ -241,7 +83,14 @@ def _tell(outcome: str, found: StoredTable, *, as_json: bool) -> None:
     if as_json:
         facts = {"key": found.key.digest, "name": found.key.name, "table": found.digest, "tensors": len(found.table)}
         click.echo(json.dumps({"outcome": outcome, **facts, "stored": found.manifest is not None, "extra": extra}))
-        return
+    else:
+        _tell_people(outcome, found, extra)
+    if found.manifest is None:
+        raise SystemExit(_EXIT_FAILED)
+
+
+def _tell_people(outcome: str, found: StoredTable, extra: dict[str, Any]) -> None:
+    assert found.table is not None
     click.echo(f"{outcome}: {found.key.name} ({found.key.digest[:12]}), {len(found.table)} tensors")
     coverage = extra.get("coverage", {})
     for word in ("missing", "unusable", "unknown"):
@@ -249,7 +98,7 @@ def _tell(outcome: str, found: StoredTable, *, as_json: bool) -> None:
             named = _names(extra[word], coverage[word]) if word in extra else "see calib show --scales"
             click.echo(f"{coverage[word]} tensors {word}: {named}")
     if found.manifest is None:
-        click.echo("Not stored: the store takes no new entries.", err=True)
+        click.echo("Not stored, so the work is lost: the store takes no new entries.", err=True)
 
 
 @click.group()
@@ -407,13 +256,14 @@ def _table(manager: EngineManager, which: str) -> CalibrationTable:
 @calib.command("import")
 @click.argument("file", type=click.Path())
 @click.argument("model", type=click.Path())
-@_what_is_asked
+@data_options
 @store_option
 @json_option
 def import_table(*, file: str, as_json: bool, **given: Any) -> None:
     """Store the table in FILE (of TensorRT, trtexec, Polygraphy or ONNX Runtime), made for MODEL.
 
-    With --fingerprint, requests that name the same fingerprint, algorithm, batches and preprocessing find it.
+    With --fingerprint, requests that name the same fingerprint, algorithm, batches and preprocessing find it. If another
+    table is stored for them already, that one stays and the exit code is 1.
     """
     if given["fingerprint"] is None and any(
         given[name] is not None for name in ("batches", "preprocess", "percentile")
@@ -423,12 +273,15 @@ def import_table(*, file: str, as_json: bool, **given: Any) -> None:
         )
     table = read_table(file, algorithm=CalibrationAlgorithm(given["algorithm"] or "entropy").header)
     given["algorithm"] = given["algorithm"] or CalibrationAlgorithm.of_header(table.algorithm).value
-    calibration = Calibration(table=table) if given["fingerprint"] is None else _asked(given)
+    calibration = Calibration(table=table) if given["fingerprint"] is None else asked_for(given)
     with _manager(given, quiet=as_json) as manager:
         found = manager.import_table(
             given["model"], table, calibration, name=given["name"], version=given["model_version"]
         )
-    _tell("imported" if found.digest == table.digest else "kept another", found, as_json=as_json)
+    taken = found.digest == table.digest
+    _tell("imported" if taken else "kept another", found, as_json=as_json)
+    if not taken:
+        raise SystemExit(_EXIT_FAILED)
 
 
 @calib.command("export")
