@@ -250,6 +250,16 @@ def test_nothing_is_stored(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run("calibrate", "conv.onnx", "--data", "data", "--json", code=EXIT_FAILED)
 
 
+def test_tables_that_lost_ranges(run: Any) -> None:
+    """A table of ONNX Runtime without the negative ranges is imported with a warning, each time and once each."""
+    Path("calibration.cache").write_text("x 1.5\na -0.5\nb 2.0\ny 3.0\n")
+    for _ in range(2):
+        told = run("calib", "import", "calibration.cache", "conv.onnx")
+        assert told.stderr.count("warning: Calibration table calibration.cache holds only the larger") == 1
+        assert "1 tensors unusable: a\n" in told.stdout
+    assert "warning" not in run("calib", "import", "calibration.cache", "conv.onnx", "--json").stderr
+
+
 def test_gaps_are_named(run: Any) -> None:
     """Import and show name the tensors without a usable scale; where more are lacking than are listed, they say so."""
     Path("gaps.cache").write_text("TRT-8601-MinMaxCalibration\nx: 3caa54fc\na: 0\nb: 7f800000\n")

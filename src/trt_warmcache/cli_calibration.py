@@ -271,10 +271,10 @@ def import_table(*, file: str, as_json: bool, **given: Any) -> None:
         raise ConfigError(
             "--batches, --preprocess and --percentile say which requests find the table: give --fingerprint too."
         )
-    table = read_table(file, algorithm=CalibrationAlgorithm(given["algorithm"] or "entropy").header)
-    given["algorithm"] = given["algorithm"] or CalibrationAlgorithm.of_header(table.algorithm).value
-    calibration = Calibration(table=table) if given["fingerprint"] is None else asked_for(given)
     with _manager(given, quiet=as_json) as manager:
+        table = read_table(file, algorithm=CalibrationAlgorithm(given["algorithm"] or "entropy").header)
+        given["algorithm"] = given["algorithm"] or CalibrationAlgorithm.of_header(table.algorithm).value
+        calibration = Calibration(table=table) if given["fingerprint"] is None else asked_for(given)
         found = manager.import_table(
             given["model"], table, calibration, name=given["name"], version=given["model_version"]
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -90,12 +91,16 @@ def date_text(seconds: float) -> str:
 
 @contextmanager
 def progress_hook(*, quiet: bool) -> Iterator[Callable[[Event], None]]:
-    """A hook that shows a build: a bar on a terminal, a few plain lines elsewhere, nothing for programs."""
+    """A hook that shows a build: a bar on a terminal, a few plain lines elsewhere, nothing for programs.
+
+    Warnings that the library logs are shown too.
+    """
     if quiet:
         yield lambda _event: None
         return
     if not sys.stderr.isatty():
-        yield _plain_progress
+        with _warnings(lambda text: click.echo(text, err=True)):
+            yield _plain_progress
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -122,7 +127,30 @@ def progress_hook(*, quiet: bool) -> Iterator[Callable[[Event], None]]:
             if total is not None and event.detail["parent"] and event.detail["step"] >= total:
                 bars.remove_task(tasks.pop(phase))
 
-        yield show
+        with _warnings(lambda text: bars.console.print(text, markup=False)):
+            yield show
+
+
+class _Warnings(logging.Handler):
+    """Shows warnings of the library itself, but for those of events, which hooks show, and of TensorRT."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name == "trt_warmcache" and record.module != "events":
+            self._show(f"warning: {record.getMessage()}")
+
+
+@contextmanager
+def _warnings(show: Callable[[str], None]) -> Iterator[None]:
+    log, handler = logging.getLogger("trt_warmcache"), _Warnings(show)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 _TOLD = {
