@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tracemalloc
 from typing import TYPE_CHECKING, Any
 
@@ -361,6 +362,17 @@ class TestFolder:
         source = Calibration(data=folder, loader=lambda path: batch(int(path.read_text())), preprocess="seed")
         (fed,) = source.feed([X])
         assert np.array_equal(fed["x"], batch(7)["x"])
+
+    @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes from Python 3.11 on")
+    def test_failing_loader(self, folder: Path) -> None:
+        """What a loader raises comes out unchanged, with a note of the file that it was reading."""
+
+        def load(path: Path) -> Any:
+            raise KeyError("no such label")
+
+        with pytest.raises(KeyError, match="no such label") as caught:
+            Calibration(data=folder, loader=load).check([X])
+        assert caught.value.__notes__ == [f"while making a calibration batch of {folder / 'a.npz'}"]
 
     def test_random_loader_is_detected(self, folder: Path) -> None:
         """Files are fingerprinted without the loader, so a random one must be noticed by itself."""

@@ -445,6 +445,14 @@ class TestInsertQdq:
             quantize.insert_qdq(small_model(), table)
         assert caught.value.mismatching == 4  # type: ignore[attr-defined]
 
+    def test_quantized_models_are_refused(self) -> None:
+        """A model that has Q nodes already, all over or in places, is not quantized a second time."""
+        table = calibration_run.calibrate(small_model(), calibration())
+        once = quantize.insert_qdq(small_model(), table, min_channels=1, nodes_exclude=["second"])
+        again = calibration_run.calibrate(once, calibration())
+        with pytest.raises(ConfigError, match=r"quantized already.*without a calibration"):
+            quantize.insert_qdq(once, again, min_channels=1)
+
     def test_shared_weight_keeps_its_values(self) -> None:
         """A weight that is read elsewhere too, such as a tied embedding, is not rounded for the other reader."""
         rng = np.random.default_rng(0)

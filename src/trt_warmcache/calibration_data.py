@@ -412,7 +412,12 @@ class Calibration:
     def _load_files(self, inputs: Sequence[InputSpec]) -> Iterator[Any]:
         load = self.loader or load_arrays
         for position, path in enumerate(self.files()):
-            batch = load(path)
+            try:
+                batch = load(path)
+            except Exception as error:
+                if hasattr(error, "add_note"):  # from Python 3.11 on
+                    error.add_note(f"while making a calibration batch of {path}")
+                raise
             # Files are fingerprinted without the loader, so nothing else would notice a random one. The first file and
             # ever fewer of the others are loaded twice, because a flip of a coin may spare one.
             sampled = position & (position + 1) == 0

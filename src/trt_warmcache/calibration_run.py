@@ -167,4 +167,6 @@ def _run(session: Any, names: list[str], batch: dict[str, Any], number: int) -> 
     try:
         return session.run(names, batch)
     except runtime_errors() as error:
-        raise ModelError(f"The model fails on calibration batch {number}: {first_line(error)}.") from error
+        raise ModelError(
+            f"The model fails on calibration batch {number}: {first_line(error)}. Check that the batch is what it expects."
+        ) from error

@@ -26,6 +26,7 @@ log = logging.getLogger("trt_warmcache")
 QUANTIZED_OP_TYPES: Final = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 """What is quantized by default: the operators with weights, where int8 pays. TensorRT fuses the rest around them."""
 
+_QUANTIZERS: Final = frozenset({"QuantizeLinear", "DynamicQuantizeLinear"})
 _OPSET: Final = 13  # the first whose DequantizeLinear has an axis, as weights per channel need
 _OPSET_HALF: Final = 19  # the first that quantizes float16
 
@@ -59,7 +60,7 @@ def insert_qdq(
         The quantized model, serialized.
 
     Raises:
-        ConfigError: An excluded node that does not exist, or nothing left to quantize.
+        ConfigError: An excluded node that does not exist, nothing left to quantize, or a model that is quantized already.
         ModelError: The model cannot be read, or the table belongs to another model.
     """
     quantizer_module = import_extra("onnxruntime.quantization.qdq_quantizer")
@@ -160,6 +161,12 @@ def _constants(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 def _nodes_to_quantize(
     proto: onnx.ModelProto, table: CalibrationTable, op_types: set[str], exclude: set[str], min_channels: int
 ) -> list[str]:
+    already = next((node for node in proto.graph.node if node.op_type in _QUANTIZERS), None)
+    if already is not None:
+        raise ConfigError(
+            f"The model is quantized already ({already.op_type} {already.name!r}). Build it without a calibration, or "
+            "calibrate the model that it was made from."
+        )
     known = {node.name for node in proto.graph.node}
     if not exclude <= known:
         missing = min(exclude - known)
