@@ -47,6 +47,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 PROFILE = ("--profile", "x=1x4:2x4:8x4")
 
 
+def test_build_and_sign(run: Any, model: Path, tmp_path: Path) -> None:
+    """build --sign publishes a signed entry; a key file that cannot be read stops it before anything is built."""
+    run("build", model, *PROFILE, "--sign", tmp_path / "nothing", code=EXIT_USAGE)
+    assert not (tmp_path / "store").exists()
+    (tmp_path / "trusted").write_text(run("keygen", "release-1", "--output", tmp_path / "secret").stdout)
+    run("build", model, *PROFILE, "--sign", tmp_path / "secret")
+    assert json.loads(run("verify", "--signed", "--trusted", tmp_path / "trusted", "--json").stdout)["good"] == 1
+
+
 def test_build_then_hit_then_ls_show_verify(run: Any, model: Path, tmp_path: Path) -> None:
     """build builds once; ls, show and verify tell what is there, for people and for programs."""
     assert run("build", model, *PROFILE, "--name", "tiny", "--model-version", "7").stdout.startswith(

@@ -67,7 +67,7 @@ def wrap(name, function):
         return result
     return deadly
 stores = {"near": LocalStore(near), "far": Remote(LocalStore(far))}
-for name in ("put_blob", "create", "swap", "write", "delete", "read", "fetch"):
+for name in ("put_blob", "land_blob", "create", "swap", "write", "delete", "read", "fetch"):
     setattr(stores[layer], name, wrap(name, getattr(stores[layer], name)))
 store = LayeredStore([stores["near"], stores["far"]], lease_seconds=1)
 if act == "publish":
@@ -87,7 +87,7 @@ POINTS = [
         ("publish", "far", ("create", "put_blob", "delete")),
         ("publish", "near", ("put_blob", "create")),
         ("fill", "far", ("read", "fetch")),
-        ("fill", "near", ("put_blob", "create")),
+        ("fill", "near", ("land_blob", "create")),
     )
     for call in calls
     for moment in ("before", "after")

@@ -208,7 +208,7 @@ def test_on_miss_raise(root: Path, model: Path) -> None:
         started = time.monotonic()
         with pytest.raises(twc.MissError, match=r"input 'x' dimension 0: 10 not in 1\.\.8"):
             manager.get(model, profiles={"x": ("1x4", "2x4", "10x4")}, policy=twc.Policy(on_miss="raise"))
-        assert time.monotonic() - started < 0.5
+        assert time.monotonic() - started < 5
     assert builder.builds == 1
 
 
@@ -548,7 +548,7 @@ def test_older_key_schema_is_a_clean_miss(root: Path, model: Path, monkeypatch: 
         manager.get(model, profiles=PROFILE)
     monkeypatch.setattr("trt_warmcache.keys.KEY_SCHEMA", 2)
     monkeypatch.setattr("trt_warmcache.manifest.KEY_SCHEMA", 2)
-    from trt_warmcache.call import derive
+    from trt_warmcache.resolve import derive
 
     derive.cache_clear()
     with make(root) as manager:

@@ -193,6 +193,19 @@ def test_any_byte_changed(where: float, value: int) -> None:
     assert found.schema != KEY_SCHEMA or digest_of(Kind.ENGINE, found.parts) == KEY.digest
 
 
+def test_a_good_manifest_lends_no_trust_to_another() -> None:
+    """Checks are skipped for the very bytes that passed them, and each reader gets a manifest of its own."""
+    data = encode(MANIFEST)
+    read(data).extra["b"] = read(data).parts["model"] = "changed by a caller"
+    assert read(data) == MANIFEST
+    digest = describe_blob("plan", b"a plan").hex
+    assert data.count(digest.encode()) == 1
+    assert reason(data.replace(digest.encode(), b"../" + digest[3:].encode())) == "manifest"
+    assert reason(data, digest="0" * 64) == "manifest"
+    assert reason(data, kind=Kind.TIMING) == "manifest"
+    assert read(data) == MANIFEST
+
+
 def test_describe_blob() -> None:
     """Payloads of more than one chunk carry a digest for each."""
     one = describe_blob("plan", b"x" * manifests.CHUNK_BYTES)

@@ -319,7 +319,7 @@ with twc.EngineManager(store, builder=builder, memo=twc.DigestMemo(None), hooks=
     try:
         manager.get(data, profiles={"x": "3x4"}, policy=twc.Policy(on_miss="raise"))
     except twc.MissError:
-        assert time.monotonic() - started < 0.1
+        assert time.monotonic() - started < 2
     else:
         raise AssertionError
     assert builder.builds == 0

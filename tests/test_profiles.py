@@ -343,3 +343,13 @@ def test_shape_tensor_values_fit_the_input() -> None:
         validate_profiles((profile,), summary(()))
     with pytest.raises(ConfigError, match="no shape tensor"):
         validate_profiles((profile,), summary((2, 2)))
+
+
+@pytest.mark.parametrize("spelling", [list, tuple])
+def test_what_was_read_once_is_not_taken_for_its_likes(spelling: type) -> None:
+    """Shapes are remembered by their spelling; 1.0 equals 1 in a dict and is no size all the same."""
+    assert ShapeProfile({"x": spelling([(1, 3), (2, 3), (4, 3)])}) == ShapeProfile({"x": "1x3:2x3:4x3"})
+    with pytest.raises(ConfigError, match="whole numbers"):
+        ShapeProfile({"x": spelling([(1.0, 3), (2, 3), (4, 3)])})
+    with pytest.raises(ConfigError, match="whole numbers"):
+        ShapeProfile({"x": spelling([1.0, 3])})

@@ -43,6 +43,7 @@ from trt_warmcache.profiles import parse_profile
 from trt_warmcache.settings import Settings
 from trt_warmcache.stores import Store, open_store
 from trt_warmcache.target import Target
+from trt_warmcache.trust import Signer
 
 __all__ = ["EXIT_DAMAGED", "EXIT_FAILED", "EXIT_MISS", "EXIT_USAGE", "main"]
 
@@ -190,13 +191,30 @@ main.add_command(calib)
 @click.option("--timeout", type=float, default=None, help="Most seconds to spend, waiting and building.")
 @click.option("--refresh", is_flag=True, help="Build anew even if it is stored, and replace it.")
 @click.option("--no-build", is_flag=True, help="Only fetch; exit with code 3 if it is not stored.")
+@click.option(
+    "--sign",
+    "key_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=None,
+    metavar="FILE",
+    help="Sign what is built with this secret key, made by keygen.",
+)
 def build(
-    *, as_json: bool, gen_cache: bool, output: Path, timeout: float | None, refresh: bool, no_build: bool, **given: Any
+    *,
+    as_json: bool,
+    gen_cache: bool,
+    output: Path,
+    timeout: float | None,
+    refresh: bool,
+    no_build: bool,
+    key_file: Path | None,
+    **given: Any,
 ) -> None:
     """Build the engine of MODEL, or fetch it if it is stored already."""
     policy = Policy(on_miss=OnMiss.RAISE if no_build else OnMiss.BUILD, refresh=refresh)
+    signer = None if key_file is None else Signer.load(key_file)
     started = time.perf_counter()
-    with progress_hook(quiet=as_json) as hook, _manager(given, policy=policy, hooks=[hook]) as manager:
+    with progress_hook(quiet=as_json) as hook, _manager(given, policy=policy, hooks=[hook], signer=signer) as manager:
         engine = manager.get(given["model"], timeout=timeout, **_fields(given))
         seconds = time.perf_counter() - started
         files = _write_files(manager.store, engine, output) if gen_cache else []

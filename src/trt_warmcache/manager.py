@@ -1,6 +1,6 @@
 """The one place that sees stores and builders together: a request goes in, an engine comes out.
 
-get: resolve ─► look ───────────────────────────────────────────────► HIT
+get: resolve ─► find ───────────────────────────────────────────────► HIT
                  │ nothing there, or damaged (set aside, told)
                  ▼
      wait for the lock, looking ────────────────────────────────────► JOINED
@@ -17,21 +17,15 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from trt_warmcache import manifest as manifests
 from trt_warmcache.build import BuildStage
-from trt_warmcache.builders import (
-    BuildInputs,
-    CalibrationRun,
-    EngineBuilder,
-    LoadNeeds,
-    select_builder,
-)
-from trt_warmcache.calibration import CalibrationTables, Limits, StoredTable
+from trt_warmcache.builders import EngineBuilder, LoadNeeds
+from trt_warmcache.calibration import StoredTable
 from trt_warmcache.calibration_data import Calibration
 from trt_warmcache.calibration_table import CalibrationTable
-from trt_warmcache.call import Call, derive, shares_graph
+from trt_warmcache.call import PLAN, Call
 from trt_warmcache.churn import ChurnWatch
 from trt_warmcache.engine import Engine, Outcome
 from trt_warmcache.errors import (
@@ -45,38 +39,28 @@ from trt_warmcache.errors import (
     WarmCacheError,
 )
 from trt_warmcache.events import EventKind, Events, Hook
-from trt_warmcache.explain import Explanation, explain, stored_manifests
-from trt_warmcache.int8 import route
-from trt_warmcache.judge import History, drift, told_apart
-from trt_warmcache.keys import EngineKey, Kind
-from trt_warmcache.ladder import Step, exact_steps, older_versions
+from trt_warmcache.explain import Explanation, explain
+from trt_warmcache.find import Finder
+from trt_warmcache.judge import History, told_apart
+from trt_warmcache.keys import EngineKey
 from trt_warmcache.manifest import Manifest
 from trt_warmcache.memo import DigestMemo, default_memo_folder
-from trt_warmcache.model import ModelSource, file_digest
-from trt_warmcache.options import BuildOptions, HardwareCompatibility
-from trt_warmcache.policy import Cover, OnMiss, OnWait, Policy, Rung, StoreErrors, Trust
-from trt_warmcache.profiles import ShapeProfile, cover_size, covers_all, validate_profiles
+from trt_warmcache.model import ModelSource
+from trt_warmcache.policy import OnMiss, OnWait, Policy
 from trt_warmcache.request import EngineRequest, as_request
+from trt_warmcache.resolve import Resolver
 from trt_warmcache.runtime_cache import RuntimeCache
 from trt_warmcache.runtime_cache import key_for as kernels_key
 from trt_warmcache.singleflight import SingleFlight, WaitLimits, acquire_or_find
-from trt_warmcache.stores import Lock, Payload, Store, open_store
+from trt_warmcache.stores import Payload, Store, open_store
 from trt_warmcache.stores._local import LockUnavailable
 from trt_warmcache.target import Target
 from trt_warmcache.timing import TimingSession
-from trt_warmcache.trust import Keyring, Signer, secured
+from trt_warmcache.trust import Keyring, Signer, StoreViews
 from trt_warmcache.uses import UseLog
 from trt_warmcache.warm import WarmReport, WarmRow
 
 __all__ = ["EngineManager"]
-
-_ROLE = "plan"
-
-_DEFAULT_OPTIONS = BuildOptions()
-_PORTABLE = Target()
-
-#: Stands for the digest of a table that is not made yet, where a key is only explained.
-_NO_TABLE = "not calibrated yet"
 
 
 class EngineManager:
@@ -141,17 +125,21 @@ class EngineManager:
         opened = open_store(store, memo=self._memo)
         opened.bind(self._events)
         self._keys = (signer, keyring)
-        #: The store with nothing believed that is not signed; None where no key is trusted.
-        self._strict = None if keyring is None else secured(opened, signer=signer, keyring=keyring)
-        self.store: Store = (
-            self._strict_store() if self.policy.trust is Trust.SIGNED else secured(opened, signer=signer)
-        )
-        self.tables = CalibrationTables(self.store, memo=self._memo, events=self._events)
+        self._closed = False
+        views = StoreViews(opened, default=self.policy, signer=signer, keyring=keyring)
+        self.store: Store = views.default
         self._owns_store = not isinstance(store, Store)
-        self._target = target
-        self._builder_choice = builder
-        self._builder: EngineBuilder | None = None
-        self._detected: Target | None = None
+        self._resolver = Resolver(
+            views,
+            builder=builder,
+            target=target,
+            policy=self.policy,
+            memo=self._memo,
+            events=self._events,
+            closed=lambda: self._closed,
+        )
+        self.tables = self._resolver.tables_for(self.policy)
+        self._finder = Finder(self._events, self._churn, self._engine)
         self._guard = threading.Lock()
         self._flights: SingleFlight[Engine] = SingleFlight()
         self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -159,8 +147,6 @@ class EngineManager:
         self._pending: dict[str, Future[Engine]] = {}
         #: Engines that were rejected after this process had built them; building them again would change nothing.
         self._rejected: dict[str, str] = {}
-        self._drift_checked: set[tuple[str, Any]] = set()
-        self._closed = False
         self._lockless_told = False
 
     # ---- the public calls -------------------------------------------------------------------------------------
@@ -185,11 +171,13 @@ class EngineManager:
         request = as_request(model, fields)
         on_miss = (request.policy or self.policy).on_miss
         try:
-            call = self._resolve(request, tables="make" if on_miss is OnMiss.BUILD else "find")
+            call = self._resolver.resolve(request, tables="make" if on_miss is OnMiss.BUILD else "find")
         except MissError as miss:
             if on_miss is not OnMiss.FALLBACK or request.calibration is None or request.calibration.data is None:
                 raise
-            pending = self._in_background(miss.key, lambda: self._build_once(self._resolve(request, tables="make")))
+            pending = self._in_background(
+                miss.key, lambda: self._build_once(self._resolver.resolve(request, tables="make"))
+            )
             raise MissError(
                 f"{miss.message} It is being made in the background, and the engine after it.",
                 key=miss.key,
@@ -197,13 +185,13 @@ class EngineManager:
             ) from miss
         if call.policy.refresh:
             return self._build_once(call)
-        engine = self._find(call)
+        engine = self._finder.find(call)
         if engine is not None:
             return engine
         if call.policy.on_miss is OnMiss.RAISE:
-            self._raise_damage(call)
+            self._finder.raise_damage(call)
             raise MissError(
-                f"No stored engine, and the policy forbids building.\n{self._explained(call)}\nBuild it beforehand with warm() or trt-warmcache build.",
+                f"No stored engine, and the policy forbids building.\n{self._finder.explained(call)}\nBuild it beforehand with warm() or trt-warmcache build.",
                 key=call.key.digest,
             )
         if call.policy.on_miss is OnMiss.FALLBACK:
@@ -222,12 +210,12 @@ class EngineManager:
             StoreError: The store could not be read.
         """
         try:
-            call = self._resolve(as_request(model, fields))
+            call = self._resolver.resolve(as_request(model, fields))
         except MissError:
             return None  # no calibration table, so no engine made with it
-        engine = self._find(call)
+        engine = self._finder.find(call)
         if engine is None:
-            self._raise_damage(call)
+            self._finder.raise_damage(call)
         return engine
 
     def key(self, model: Any, **fields: Any) -> EngineKey:
@@ -236,7 +224,7 @@ class EngineManager:
         Raises:
             MissError: The calibration has no table yet, and an engine's key names its table.
         """
-        return self._resolve(as_request(model, fields)).key
+        return self._resolver.resolve(as_request(model, fields)).key
 
     def calibrate(
         self, model: Any, calibration: Calibration, *, name: str | None = None, version: str | None = None
@@ -268,7 +256,7 @@ class EngineManager:
             nearest: How many entries to compare in detail.
             **fields: As for :meth:`get`.
         """
-        return explain(self.store, self._resolve(as_request(model, fields), tables="guess").key, limit=nearest)
+        return explain(self.store, self._resolver.resolve(as_request(model, fields), tables="guess").key, limit=nearest)
 
     def warm(
         self,
@@ -405,9 +393,7 @@ class EngineManager:
         self.close()
 
     def __repr__(self) -> str:
-        return f"EngineManager({self.store.url!r}, builder={self._builder_choice!r})"
-
-    # ---- resolving --------------------------------------------------------------------------------------------
+        return f"EngineManager({self.store.url!r}, builder={self._recipe[1]!r})"
 
     @property
     def builder(self) -> EngineBuilder:
@@ -416,343 +402,19 @@ class EngineManager:
         Raises:
             ConfigError: Nothing fitting is installed.
         """
-        if self._builder is None:
-            self._builder = select_builder(self._builder_choice, memo=self._memo)
-        return self._builder
-
-    def _resolve(self, request: EngineRequest, *, tables: Literal["make", "find", "guess"] = "find") -> Call:
-        """Make a request concrete. A calibration's table is made if missing, or only found, or left open."""
-        if self._closed:
-            raise ConfigError("This manager is closed; make another.")
-        started = time.perf_counter()
-        deadline = None if request.timeout is None else time.monotonic() + request.timeout
-        policy = request.policy or self.policy
-        options = request.options or _DEFAULT_OPTIONS
-        builder = self.builder
-        source = ModelSource.open(request.model, memo=self._memo)
-        version = builder.version()
-        target = self._target_for(request, options)
-        plugins: dict[str, str] = {}
-        for path in request.plugins:
-            digest = file_digest(path, self._memo)
-            if plugins.setdefault(path.name, digest) != digest:
-                raise ConfigError(
-                    f"Two different plugin libraries are called {path.name!r}, and entries list them by name; rename one."
-                )
-        if plugins and not builder.capabilities.plugins:
-            raise ConfigError(f"{builder.flavour} takes no plugin libraries.")
-        table, qdq = None, None
-        if request.calibration is not None:
-            takes = builder.capabilities.calibration_table
-            options, qdq = route(options, request.calibration, takes_tables=takes)
-            try:
-                table = self._table(request, source, target, options, deadline, make=tables == "make")
-            except MissError as miss:
-                if tables != "guess" or miss.reason == "vetoed":
-                    raise
-        profiles, key = derive(
-            source.summary,
-            source.graph_digest if shares_graph(options) else source.digest,
-            request.profiles,
-            options,
-            builder.flavour,
-            version,
-            target,
-            tuple(plugins.values()),
-            _NO_TABLE if table is None and request.calibration is not None else table and table.digest,
-            qdq,
-            request.recipe,
-            policy.driver_in_key,
-            request.name or source.stem,
-            request.version,
-        )
-        call = Call(request, policy, deadline, source, profiles, options, target, plugins, key, table, qdq)
-        call.timings["hash"] = time.perf_counter() - started
-        return call
-
-    def _table(
-        self,
-        request: EngineRequest,
-        source: ModelSource,
-        target: Target,
-        options: BuildOptions,
-        deadline: float | None,
-        **how: Any,
-    ) -> StoredTable:
-        policy = request.policy or self.policy
-
-        def wait_seconds() -> float:
-            return (
-                policy.wait_seconds
-                if deadline is None
-                else min(policy.wait_seconds, max(0.0, deadline - time.monotonic()))
-            )
-
-        def checkpoint() -> None:
-            if deadline is not None and time.monotonic() >= deadline:
-                raise BuildTimeout(f"Calibrating ran into the request's timeout of {request.timeout:g} s.")
-            if self._closed:
-                raise BuildError("The manager was closed during a calibration.")
-
-        def on_gpu(run: CalibrationRun) -> CalibrationTable | None:
-            inputs = BuildInputs(
-                model=source,
-                network_name="calibration",
-                profiles=validate_profiles(request.profiles, source.summary),
-                options=options,
-                target=target,
-                calibration=run,
-                plugins=request.plugins,
-                checkpoint=checkpoint,
-            )
-            table: CalibrationTable | None = self.builder.calibrate(inputs)  # type: ignore[attr-defined]
-            return table
-
-        assert request.calibration is not None
-        able = self.builder.capabilities.calibration_table and hasattr(self.builder, "calibrate")
-        return self._tables_for(policy).get(
-            source,
-            request.calibration,
-            name=request.name,
-            version=request.version,
-            target=target,
-            degrade=policy.store_errors is StoreErrors.DEGRADE,
-            limits=Limits(wait_seconds, policy.slow_build_seconds, checkpoint),
-            tensorrt=on_gpu if able else None,
-            before=lambda: self.builder.check(options, target),
-            **how,
-        )
-
-    def _target_for(self, request: EngineRequest, options: BuildOptions) -> Target:
-        target = request.target or self._target
-        if target is None:
-            if self.builder.capabilities.needs_gpu:
-                if self._detected is None:
-                    self._detected = Target.detect()
-                target = self._detected
-            else:
-                target = _PORTABLE
-        if self.builder.capabilities.needs_gpu:
-            needed = {
-                HardwareCompatibility.NONE: ("gpu", "compute_capability"),
-                HardwareCompatibility.SAME_COMPUTE_CAPABILITY: ("compute_capability",),
-                HardwareCompatibility.AMPERE_PLUS: (),
-            }[options.hardware_level]
-            missing = [name for name in needed if getattr(target, name) is None]
-            if missing:
-                raise ConfigError(
-                    f"The target must say {' and '.join(missing)}: use Target.detect(), or spell them out."
-                )
-        return target
-
-    def _strict_store(self) -> Store:
-        if self._strict is None:
-            raise ConfigError(
-                "Policy(trust='signed') needs the keys to trust: EngineManager(..., keyring=Keyring([...]))."
-            )
-        return self._strict
-
-    def _store_for(self, call: Call) -> Store:
-        """The store as this call's policy wants to see it."""
-        return self._strict_store() if call.policy.trust is Trust.SIGNED else self.store
-
-    def _tables_for(self, policy: Policy) -> CalibrationTables:
-        """The tables as a request's policy wants to see them."""
-        if policy.trust is not Trust.SIGNED or self.store is self._strict:
-            return self.tables
-        return CalibrationTables(self._strict_store(), memo=self._memo, events=self._events)
-
-    # ---- looking ----------------------------------------------------------------------------------------------
-
-    def _find(self, call: Call) -> Engine | None:
-        """A stored engine for the call: exact, or wider where the policy allows. Emits hit or miss."""
-        engine = self._look(call, Outcome.HIT)
-        if engine is None and call.policy.ladder:
-            with call.stage("lookup"):
-                engine = self._look_down(call)
-        if engine is None and (call.policy.cover is Cover.WIDER or call.policy.on_miss is OnMiss.FALLBACK):
-            with call.stage("lookup"):
-                engine = self._look_wider(call)
-        if engine is None:
-            self._events.emit(EventKind.MISS, key=call.key.digest, label=call.label)
-        return engine
-
-    def _look(self, call: Call, outcome: Outcome) -> Engine | None:
-        """The engine stored under the call's own key, verified; None where there is none to be used."""
-        if call.policy.refresh and outcome is not Outcome.HIT:
-            return None
-        kind, digest = call.key.kind, call.key.digest
-        started = time.perf_counter()
-        try:
-            manifest = self._store_for(call).manifest(kind, digest)
-            looked = time.perf_counter()
-            call.timings["lookup"] = call.timings.get("lookup", 0.0) + looked - started
-            if manifest is None:
-                return None
-            engine = self._open(call, call.key, manifest, outcome)
-        except IntegrityError as error:
-            if error.reason == "format":  # another release's entry: no damage, and not ours to judge
-                self._events.emit(EventKind.WARNING, key=digest, label=call.label, reason="format", text=error.message)
-            else:
-                call.damage = (kind, digest, error)
-            return None
-        except StoreError as error:
-            self._events.emit(
-                EventKind.STORE_ERROR, key=digest, label=call.label, reason=error.reason.value, text=error.message
-            )
-            if call.policy.store_errors is StoreErrors.RAISE:
-                raise
-            return None
-        call.timings["verify"] = time.perf_counter() - looked
-        self._events.emit(EventKind(outcome.value), key=digest, label=call.label)
-        self._churn.hit(manifest)
-        self._tell_drift(call, manifest)
-        return engine
-
-    def _tell_drift(self, call: Call, manifest: Manifest) -> None:
-        """Report drift of an entry, once for each hook it is asked with."""
-        asked = (manifest.key, call.request.configure)
-        if asked in self._drift_checked:
-            return
-        self._drift_checked.add(asked)
-        for text in drift(manifest, call.options, call.request.configure):
-            self._events.emit(EventKind.DRIFT, key=manifest.key, label=call.label, text=f"{call.label}: {text}")
-
-    def _open(self, call: Call, key: EngineKey, manifest: Manifest, outcome: Outcome, *, older: bool = False) -> Engine:
-        payload = self.store.fetch(manifest.blob(_ROLE), rehash=call.policy.rehash)
-        try:
-            self._check_plan(payload.view, older=older)
-        except BaseException:
-            payload.close()
-            raise
-        return self._engine(call, key, manifest, payload, outcome)
-
-    def _check_plan(self, plan: memoryview, *, older: bool) -> None:
-        try:
-            if older:
-                self.builder.check_plan(plan, older=True)
-            else:
-                self.builder.check_plan(plan)
-        except IncompatibleError as error:
-            # The key says that the plan is for this very library; bytes that say otherwise are not what they claim.
-            raise IntegrityError(f"The stored plan contradicts its key: {error.message}", reason="header") from error
-
-    def _engine(self, call: Call, key: EngineKey, manifest: Manifest, payload: Payload, outcome: Outcome) -> Engine:
-        engine = Engine(
-            outcome, key, manifest, call.timings, _payload=payload, _load=lambda engine: self._load(call, engine)
-        )
-        self._engines.add(engine)
-        return engine
-
-    def _look_down(self, call: Call) -> Engine | None:
-        """A stored engine of a rung that the policy allows; see :mod:`trt_warmcache.ladder`."""
-        allowed = [Rung(rung) for rung in call.policy.ladder]
-        for step in exact_steps(call.key.parts, call.target, allowed):
-            manifest = self._store_for(call).manifest(Kind.ENGINE, step.digest)
-            engine = None if manifest is None else self._open_step(call, step, manifest)
-            if engine is not None:
-                return engine
-        if Rung.VERSION_COMPATIBLE in allowed:
-            stored = stored_manifests(self._store_for(call), Kind.ENGINE)
-            for step, manifest in older_versions(call.key.parts, call.target, allowed, stored):
-                engine = self._open_step(call, step, manifest, older=True)
-                if engine is not None:
-                    return engine
-        return None
-
-    def _open_step(self, call: Call, step: Step, manifest: Manifest, *, older: bool = False) -> Engine | None:
-        key = EngineKey(Kind.ENGINE, manifest.parts, manifest.labels.entry)
-        try:
-            engine = self._open(call, key, manifest, Outcome.COVERED, older=older)
-        except IntegrityError as error:
-            self._quarantine(call, Kind.ENGINE, key.digest, error)
-            return None
-        engine.reason = step.reason
-        self._events.emit(EventKind.COVERED, key=key.digest, label=call.label, reason="ladder", text=step.reason)
-        return engine
-
-    def _look_wider(self, call: Call) -> Engine | None:
-        wanted = {part: value for part, value in call.key.parts.items() if part != "profiles"}
-        candidates = []
-        for manifest in stored_manifests(self._store_for(call), Kind.ENGINE):
-            parts = dict(manifest.parts)
-            stored = tuple(ShapeProfile.from_json(profile) for profile in parts.pop("profiles", ()))
-            if parts == wanted and stored and covers_all(stored, call.profiles):
-                candidates.append((cover_size(stored), manifest.key, manifest))
-        for _, digest, manifest in sorted(candidates, key=lambda found: found[:2]):
-            key = EngineKey(Kind.ENGINE, manifest.parts, manifest.labels.entry)
-            try:
-                engine = self._open(call, key, manifest, Outcome.COVERED)
-            except IntegrityError as error:
-                self._quarantine(call, Kind.ENGINE, digest, error)
-                continue
-            engine.reason = "built with a wider profile"
-            self._events.emit(EventKind.COVERED, key=digest, label=call.label)
-            return engine
-        return None
-
-    def _explained(self, call: Call) -> str:
-        try:
-            return str(explain(self.store, call.key))
-        except StoreError as error:
-            return f"(The store could not be searched for the nearest entry: {error.message})"
-
-    def _raise_damage(self, call: Call) -> None:
-        """Raise what the last look found damaged, if anything, where nobody is going to build it anew."""
-        if call.damage is None:
-            return
-        error = call.damage[2]
-        lock = self._try_lock(call)
-        if lock is not None:
-            # Only with the lock: otherwise a builder may just have put a good entry in the damaged one's place.
-            try:
-                call.take_damage()
-                if self._look(call, Outcome.HIT) is None and call.damage is not None:
-                    self._quarantine(call, *call.damage)
-            finally:
-                lock.release()
-        raise error
-
-    def _try_lock(self, call: Call) -> Lock | None:
-        try:
-            lock = self.store.lock(call.key.digest)
-            return lock if lock is not None and lock.try_acquire() else None
-        except StoreError:
-            return None
-
-    def _quarantine(self, call: Call, kind: Kind, digest: str, error: IntegrityError) -> None:
-        self._events.emit(EventKind.QUARANTINED, key=digest, label=call.label, reason=error.reason, text=error.message)
-        try:
-            self.store.quarantine(kind, digest, error)
-        except StoreError as denied:
-            self._events.emit(
-                EventKind.STORE_ERROR, key=digest, label=call.label, reason=denied.reason.value, text=denied.message
-            )
+        return self._resolver.builder
 
     # ---- building ---------------------------------------------------------------------------------------------
 
-    def _with_table(self, call: Call) -> Call:
-        """The call with its calibration table read and held against the model; repaired damage may change the key."""
-        if call.table is None:
-            return call
-        with call.stage("calibrate"):
-            table = self._table(
-                call.request, call.source, call.target, call.options, call.deadline, known=call.table, verify=True
-            )
-        if table.digest != call.table.digest:
-            call = self._resolve(call.request)
-        call.table = table
-        return call
-
     def _build_once(self, call: Call) -> Engine:
-        call = self._with_table(call)
+        call = self._resolver.with_table(call)
         leader, joined = self._flights.run(
             call.key.digest, lambda: self._build_or_join(call), timeout=lambda: self._wait_limit(call)
         )
         if not joined:
             return leader
         # Another thread's engine may be closed by its owner, so this caller gets one of its own.
-        engine = self._look(call, Outcome.JOINED) if leader.stored else None
+        engine = self._finder.look(call, Outcome.JOINED) if leader.stored else None
         if engine is None:
             payload = Payload(leader.plan)
             engine = self._engine(call, leader.key, leader.manifest, payload, Outcome.JOINED)
@@ -766,12 +428,12 @@ class EngineManager:
 
     def _build_or_join(self, call: Call) -> Engine:
         """The part that at most one thread of this process runs per key: wait for the lock, or for the engine."""
-        lock = self.store.lock(call.key.digest)
+        lock = call.store.lock(call.key.digest)
         if lock is None:
             return self._build_and_publish(call)
         try:
             with call.stage("wait"):
-                found = acquire_or_find(lock, lambda: self._look(call, Outcome.JOINED), self._limits(call))
+                found = acquire_or_find(lock, lambda: self._finder.look(call, Outcome.JOINED), self._limits(call))
         except LockUnavailable as error:
             self._tell_lockless(call, error)
             return self._build_and_publish(call)
@@ -795,12 +457,12 @@ class EngineManager:
             # Between the last look and the lock somebody may have finished; and damage is judged only here, where
             # no writer of this key can be at work.
             call.take_damage()
-            engine = self._look(call, Outcome.JOINED)
+            engine = self._finder.look(call, Outcome.JOINED)
             if engine is not None:
                 return engine
             damage = call.take_damage()
             if damage is not None:
-                self._quarantine(call, *damage)
+                self._finder.quarantine(call, *damage)
             return self._build_and_publish(call)
         finally:
             lock.release()
@@ -821,23 +483,23 @@ class EngineManager:
 
     def _build_and_publish(self, call: Call) -> Engine:
         timing = TimingSession.begin(
-            self._store_for(call),
-            self.builder,
+            call.store,
+            call.builder,
             call.target,
             call.options,
             model_name=call.labels().name,
             events=self._events,
         )
-        history = History.of(self._store_for(call), call.key)
+        history = History.of(call.store, call.key)
         started_at = time.time()
         self._warn_if_not_writable(call)
-        stage = BuildStage(self.builder, self._events, memo=self._memo, closed=lambda: self._closed)
+        stage = BuildStage(call.builder, self._events, memo=self._memo, closed=lambda: self._closed)
         with call.stage("build"):
             output = stage.run(call, timing.blob, history)
         provenance = stage.provenance(call, output, started_at)
         plan = memoryview(output.plan).cast("B").toreadonly()
         with call.stage("publish"):
-            ref = manifests.describe_blob(_ROLE, plan)
+            ref = manifests.describe_blob(PLAN, plan)
             extra = stage.facts(call, output, timing, history.suspicion(plan.nbytes))
             manifest = manifests.seal(call.key, (ref,), provenance=provenance, labels=call.labels(), extra=extra)
             self._probe(call, manifest, plan)
@@ -861,25 +523,25 @@ class EngineManager:
             raise BuildError(f"The probe refused the engine of {call.label}; it is not stored.")
 
     def _warn_if_not_writable(self, call: Call) -> None:
-        if not self.store.capabilities.writable:
+        if not call.store.capabilities.writable:
             self._events.emit(
                 EventKind.WARNING, key=call.key.digest, label=call.label, reason="read-only",
-                text=f"{call.label} is built now and cannot be stored: {self.store.url} is not writable",
+                text=f"{call.label} is built now and cannot be stored: {call.store.url} is not writable",
             )  # fmt: skip
 
     def _publish(self, call: Call, manifest: Manifest, plan: memoryview) -> Engine:
         key = call.key
         try:
-            current = self._store_for(call).publish(manifest, {_ROLE: plan}, replacing=self._to_replace(call))
+            current = call.store.publish(manifest, {PLAN: plan}, replacing=self._to_replace(call))
             if current != manifest:
                 # Somebody built the same without seeing our lock. Theirs stays, and everybody uses one plan.
                 self._events.emit(EventKind.PUBLISH_LOST, key=key.digest, label=call.label)
-                return self._open(call, key, current, Outcome.BUILT)
+                return self._finder.open(call, key, current, Outcome.BUILT)
             # A store may accept writes and drop them; only a look of its own tells.
-            if self.store.manifest(key.kind, key.digest) is None:
+            if call.store.manifest(key.kind, key.digest) is None:
                 raise StoreError(  # noqa: TRY301  handled like any other failure to store
-                    f"{self.store.url} accepted the entry and does not show it; every start will build again. Check the store.",
-                    store=self.store.url,
+                    f"{call.store.url} accepted the entry and does not show it; every start will build again. Check the store.",
+                    store=call.store.url,
                 )
         except StoreError as error:
             self._events.emit(
@@ -895,9 +557,9 @@ class EngineManager:
         except IntegrityError as error:
             # What lies under the key is damaged, or belongs to another release and must stay.
             if error.reason != "format":
-                self._quarantine(call, key.kind, key.digest, error)
+                self._finder.quarantine(call, key.kind, key.digest, error)
             engine = self._engine(call, key, manifest, Payload(plan), Outcome.BUILT)
-            engine.stored, engine.publish_error = False, StoreError(error.message, store=self.store.url)
+            engine.stored, engine.publish_error = False, StoreError(error.message, store=call.store.url)
             return engine
         self._events.emit(EventKind.PUBLISHED, key=key.digest, label=call.label)
         self._churn.built(manifest)
@@ -907,9 +569,9 @@ class EngineManager:
         if not call.policy.refresh:
             return None
         try:
-            return self._store_for(call).manifest(call.key.kind, call.key.digest)
+            return call.store.manifest(call.key.kind, call.key.digest)
         except IntegrityError as error:
-            self._quarantine(call, call.key.kind, call.key.digest, error)
+            self._finder.quarantine(call, call.key.kind, call.key.digest, error)
             return None
 
     def _build_in_background(self, call: Call) -> Future[Engine]:
@@ -947,7 +609,9 @@ class EngineManager:
             if engine.outcome is Outcome.BUILT:
                 self._rejected[digest] = first.message
             raise first
-        self._quarantine(call, engine.key.kind, engine.key.digest, IntegrityError(first.message, reason="rejected"))
+        self._finder.quarantine(
+            call, engine.key.kind, engine.key.digest, IntegrityError(first.message, reason="rejected")
+        )
         fresh = self._build_once(call)
         try:
             return self._deserialize(call, fresh)
@@ -967,10 +631,17 @@ class EngineManager:
             weights=call.source if engine.stripped else None,
         )
         return (
-            self.builder.deserialize(engine.plan)
+            call.builder.deserialize(engine.plan)
             if needs == LoadNeeds()
-            else self.builder.deserialize(engine.plan, needs)
+            else call.builder.deserialize(engine.plan, needs)
         )
+
+    def _engine(self, call: Call, key: EngineKey, manifest: Manifest, payload: Payload, outcome: Outcome) -> Engine:
+        engine = Engine(
+            outcome, key, manifest, call.timings, _payload=payload, _load=lambda engine: self._load(call, engine)
+        )
+        self._engines.add(engine)
+        return engine
 
     def _tell_ineffective(self, call: Call, text: str) -> None:
         self._events.emit(EventKind.INEFFECTIVE, key=call.key.digest, label=call.label, text=text)

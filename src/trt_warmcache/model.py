@@ -46,6 +46,36 @@ class _File:
     status: os.stat_result | None = None
 
 
+@dataclass(frozen=True)
+class _SideFile:
+    """A file of external data that a graph names.
+
+    Attributes:
+        location: Where it lies, from the graph's folder.
+        needed: Bytes it must have.
+        tensor: The tensor that needs them.
+    """
+
+    location: str
+    needed: int
+    tensor: str
+
+    def check_length(self, size: int) -> None:
+        if size < self.needed:
+            raise ModelError(
+                f"Tensor {self.tensor!r} needs {self.needed} bytes of the side file {self.location!r}, which has {size}; the copy is not complete."
+            )
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a graph file's bytes say; it holds for as long as they do not change."""
+
+    digest: str
+    summary: ModelSummary
+    sides: tuple[_SideFile, ...]
+
+
 class ModelSource:
     """A model, hashed. Make one with :meth:`open`.
 
@@ -183,17 +213,23 @@ def file_digest(path: Path, memo: DigestMemo) -> str:
         ConfigError: It cannot be read.
     """
     try:
-        return "blake3:" + _hash_memoized(path, memo).digest
+        return "blake3:" + _hash_memoized(str(path), memo).digest
     except OSError as error:
         raise ConfigError(f"Cannot read {path}: {error.strerror or error}.") from error
 
 
 def _combine(graph: _File, sides: dict[str, _File]) -> str:
-    lines = [f"graph {graph.size} {graph.digest}\n".encode()]
+    parts = [(location, side.size, side.digest) for location, side in sorted(sides.items())]
+    return _combined(graph.size, graph.digest, tuple(parts))
+
+
+@functools.lru_cache(maxsize=256)
+def _combined(size: int, digest: str, sides: tuple[tuple[str, int, str], ...]) -> str:
+    lines = [f"graph {size} {digest}\n".encode()]
     # The location is part of the graph's bytes already; it is repeated here to bind each digest to its name.
     lines += [
-        f"{len(location.encode())} ".encode() + location.encode() + f" {side.size} {side.digest}\n".encode()
-        for location, side in sorted(sides.items())
+        f"{len(location.encode())} ".encode() + location.encode() + f" {size} {digest}\n".encode()
+        for location, size, digest in sides
     ]
     return "blake3:" + blake3.blake3(_DOMAIN + b"".join(lines)).hexdigest()
 
@@ -257,18 +293,17 @@ def _from_path(path: Path, memo: DigestMemo) -> ModelSource:
             raise ModelError(
                 f"{path} is a {'folder' if stat.S_ISDIR(status.st_mode) else 'special file'}, not an ONNX file."
             )
-        graph, summary = _graph(path, status, memo)
-    sides = {location: _side(path, location, needed, tensor, memo) for location, needed, tensor in _locations(summary)}
+        graph, facts = _graph(path, status, memo)
+    sides = {need.location: _side(path, need, memo) for need in facts.sides}
     return ModelSource(
-        stem=path.stem, summary=summary, graph=graph, sides=sides, read=lambda: _read_all(path), local_path=path
+        stem=path.stem, summary=facts.summary, graph=graph, sides=sides, read=lambda: _read_all(path), local_path=path
     )
 
 
-def _graph(path: Path, status: os.stat_result, memo: DigestMemo) -> tuple[_File, ModelSummary]:
+def _graph(path: Path, status: os.stat_result, memo: DigestMemo) -> tuple[_File, _Facts]:
     known = memo.get(path, status, decode=_read_facts)
     if known is not None:
-        digest, summary = known
-        return _File(str(path), status.st_size, digest, status), summary
+        return _File(str(path), status.st_size, known.digest, status), known
     started = memo.clock()
     with path.open("rb", buffering=0) as file:
         status = os.fstat(file.fileno())
@@ -281,27 +316,27 @@ def _graph(path: Path, status: os.stat_result, memo: DigestMemo) -> tuple[_File,
         if _identity(os.fstat(file.fileno())) != _identity(status):
             raise _changed(str(path))
     memo.put(path, status, {"digest": digest, "summary": summary_to_json(summary)}, started)
-    return _File(str(path), status.st_size, digest, status), summary
+    return _File(str(path), status.st_size, digest, status), _Facts(digest, summary, _side_files(summary))
 
 
-def _read_facts(value: Any) -> tuple[str, ModelSummary] | None:
-    """Digest and summary of a graph file, from what a memo kept; None if it kept something else."""
+def _read_facts(value: Any) -> _Facts | None:
+    """Facts of a graph file, from what a memo kept; None if it kept something else."""
     if not isinstance(value, dict) or not isinstance(value.get("digest"), str):
         return None
     summary = summary_from_json(value.get("summary"))
-    return None if summary is None else (value["digest"], summary)
+    return None if summary is None else _Facts(value["digest"], summary, _side_files(summary))
 
 
-def _side(model: Path, location: str, needed: int, tensor: str, memo: DigestMemo) -> _File:
+def _side(model: Path, need: _SideFile, memo: DigestMemo) -> _File:
     # As seen from the requested path: two links to one graph file may stand beside different side files.
-    path = model.parent / location
+    path = f"{model.parent}/{need.location}"
     try:
         side = _hash_memoized(path, memo)
     except OSError as error:
         raise ModelError(
-            f"Tensor {tensor!r} of {model.name} is kept in {location!r}, which cannot be read beside it: {error.strerror or error} ({path})."
+            f"Tensor {need.tensor!r} of {model.name} is kept in {need.location!r}, which cannot be read beside it: {error.strerror or error} ({path})."
         ) from error
-    _check_length(side.size, needed, tensor, location)
+    need.check_length(side.size)
     return side
 
 
@@ -318,18 +353,18 @@ def _from_url(url: str) -> ModelSource:
     digest = blake3.blake3(data, max_threads=blake3.blake3.AUTO).hexdigest()
     parent = posixpath.dirname(path)
     sides = {}
-    for location, needed, tensor in _locations(summary):
-        remote = f"{parent}/{location}"
+    for need in _side_files(summary):
+        remote = f"{parent}/{need.location}"
         try:
             with file_system.open(remote, "rb") as file:
                 hashed = _hash(file)
                 size = file.tell()
         except OSError as error:
             raise ModelError(
-                f"Tensor {tensor!r} is kept in {location!r}, which cannot be read beside the model: {error}"
+                f"Tensor {need.tensor!r} is kept in {need.location!r}, which cannot be read beside the model: {error}"
             ) from error
-        _check_length(size, needed, tensor, location)
-        sides[location] = _File(remote, size, hashed)
+        need.check_length(size)
+        sides[need.location] = _File(remote, size, hashed)
     return ModelSource(
         stem=Path(posixpath.basename(path)).stem or "model",
         summary=summary,
@@ -343,8 +378,12 @@ def _from_url(url: str) -> ModelSource:
 # ---- side files -------------------------------------------------------------------------------------------------
 
 
-def _locations(summary: ModelSummary) -> Iterator[tuple[str, int, str]]:
-    """Each side file once: its location, the bytes it must have, and the tensor that needs most of it."""
+def _side_files(summary: ModelSummary) -> tuple[_SideFile, ...]:
+    """Each side file once, with the tensor that needs most of it, by location.
+
+    Raises:
+        ModelError: One lies outside the model's folder.
+    """
     spelled: dict[str, tuple[int, str]] = {}
     for tensor in summary.external:
         needed = tensor.offset + tensor.nbytes
@@ -355,8 +394,7 @@ def _locations(summary: ModelSummary) -> Iterator[tuple[str, int, str]]:
     for location, need in spelled.items():
         plain = _safe_location(location, need[1])
         needs[plain] = max(need, needs.get(plain, need))
-    for location, (needed, name) in sorted(needs.items()):
-        yield location, needed, name
+    return tuple(_SideFile(location, *need) for location, need in sorted(needs.items()))
 
 
 def _safe_location(location: str, tensor: str) -> str:
@@ -378,13 +416,6 @@ def _safe_location(location: str, tensor: str) -> str:
     return plain
 
 
-def _check_length(size: int, needed: int, tensor: str, location: str) -> None:
-    if size < needed:
-        raise ModelError(
-            f"Tensor {tensor!r} needs {needed} bytes of the side file {location!r}, which has {size}; the copy is not complete."
-        )
-
-
 # ---- reading ----------------------------------------------------------------------------------------------------
 
 
@@ -398,15 +429,15 @@ def _readable(what: object) -> Iterator[None]:
         raise ModelError(f"Cannot read the model {what}: {getattr(error, 'strerror', None) or error}.") from error
 
 
-def _hash_memoized(path: Path, memo: DigestMemo) -> _File:
-    status = path.stat()
+def _hash_memoized(path: str, memo: DigestMemo) -> _File:
+    status = os.stat(path)  # noqa: PTH116  text: every hit comes along here, and paths are slow to make
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file")  # reading a pipe or device could go on for ever
     known = memo.get(path, status)
     if isinstance(known, str):
-        return _File(str(path), status.st_size, known, status)
+        return _File(path, status.st_size, known, status)
     started = memo.clock()
-    file = _hash_local(path)
+    file = _hash_local(Path(path))
     assert file.status is not None
     memo.put(path, file.status, file.digest, started)
     return file

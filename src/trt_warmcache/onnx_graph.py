@@ -196,7 +196,7 @@ class ExternalTensor(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
-class ModelSummary(msgspec.Struct, frozen=True, array_like=True):
+class ModelSummary(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
     """Facts about a model that requests, labels and side files depend on.
 
     Attributes:

@@ -337,14 +337,29 @@ def _items(mapping: Any, field: str) -> list[tuple[str, Any]]:
 def _range(name: str, spec: Any, *, smallest: int | None = 0) -> ShapeRange:
     if isinstance(spec, ShapeRange):
         spec = (spec.min, spec.opt, spec.max)
-    if isinstance(spec, str) or (isinstance(spec, (tuple, list)) and all(isinstance(part, str) for part in spec)):
-        return _range_of_text(name, spec if isinstance(spec, str) else tuple(spec), smallest)
-    return _read_range(name, spec, smallest)
+    spelled = _exactly(spec)
+    return _read_range(name, spec, smallest) if spelled is None else _range_of(name, spelled, smallest)
+
+
+def _exactly(spec: Any) -> Any:
+    """The spec as a key of a memo: text, numbers, and tuples of them; None where a key could stand for two meanings."""
+    kind = type(spec)
+    if kind is tuple or kind is list:
+        for part in spec:
+            inner = type(part)
+            if inner is tuple or inner is list:
+                for size in part:
+                    if type(size) is not int:  # 1.0 and True equal 1, and are no sizes
+                        return None
+            elif inner is not int and inner is not str:
+                return None
+        return tuple([tuple(part) if type(part) is list else part for part in spec])
+    return spec if kind is str else None
 
 
 @functools.lru_cache(maxsize=1024)
-def _range_of_text(name: str, spec: str | tuple[str, ...], smallest: int | None) -> ShapeRange:
-    """A service spells the same shapes at every request. Text only: equal numbers may be of types that are refused."""
+def _range_of(name: str, spec: Any, smallest: int | None) -> ShapeRange:
+    """A service spells the same shapes at every request, and reading them costs more than the rest of a hit's request."""
     return _read_range(name, spec, smallest)
 
 

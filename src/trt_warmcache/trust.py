@@ -26,6 +26,7 @@ from trt_warmcache import manifest as manifests
 from trt_warmcache.errors import ConfigError, IntegrityError, StoreError, StoreReason, UntrustedError
 from trt_warmcache.keys import Kind
 from trt_warmcache.manifest import Manifest
+from trt_warmcache.policy import Policy, Trust
 from trt_warmcache.stores import ForwardingStore, LayeredStore, Store
 from trt_warmcache.stores._base import manifest_name
 
@@ -320,6 +321,45 @@ def secured(store: Store, *, signer: Signer | None = None, keyring: Keyring | No
         else:
             store = SignedStore(store, keyring=ring)
     return store if signer is None else SignedStore(store, signer=signer)
+
+
+class StoreViews:
+    """One store as policies see it: as it is, or with nothing believed that no trusted key has signed.
+
+    Args:
+        store: The store, or all layers as one.
+        default: The manager's policy.
+        signer: Signs what is published.
+        keyring: The trusted keys, if any.
+
+    Attributes:
+        default: The store as the manager's policy sees it.
+        all: Every view there is.
+
+    Raises:
+        ConfigError: `default` asks for signatures, and there are no keys to check them with.
+    """
+
+    def __init__(self, store: Store, *, default: Policy, signer: Signer | None, keyring: Keyring | None) -> None:
+        self._default = default
+        self._plain = secured(store, signer=signer)
+        self._strict = None if keyring is None else secured(store, signer=signer, keyring=keyring)
+        self.default = self.of(default)
+        self.all = tuple(view for view in (self._plain, self._strict) if view is not None)
+
+    def of(self, policy: Policy) -> Store:
+        """The store as a request's policy sees it, or the manager's if that is stricter.
+
+        Raises:
+            ConfigError: Signatures are asked for, and there are no keys to check them with.
+        """
+        if Trust.SIGNED not in {policy.trust, self._default.trust}:
+            return self._plain
+        if self._strict is None:
+            raise ConfigError(
+                "Policy(trust='signed') needs the keys to trust: EngineManager(..., keyring=Keyring([...]))."
+            )
+        return self._strict
 
 
 def signed_bytes(manifest: Manifest) -> bytes:

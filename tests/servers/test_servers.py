@@ -292,9 +292,13 @@ def test_latency_and_bandwidth(behind: tuple[FaultProxy, str]) -> None:
     assert get(url) == PAYLOAD
     assert 0.45 <= time.monotonic() - started < 5
     proxy.clear()
-    started = time.monotonic()
-    get(url)
-    assert time.monotonic() - started < 0.3
+
+    def seconds() -> float:
+        started = time.monotonic()
+        get(url)
+        return time.monotonic() - started
+
+    assert min(seconds() for _ in range(10)) < 0.3
 
 
 def test_partition(behind: tuple[FaultProxy, str]) -> None:

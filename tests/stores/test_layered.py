@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -18,9 +20,19 @@ from trt_warmcache import manifest as manifests
 from trt_warmcache.errors import IntegrityError, StoreError, StoreReason
 from trt_warmcache.events import EventKind, Events
 from trt_warmcache.keys import Kind
-from trt_warmcache.manifest import Manifest
-from trt_warmcache.stores import Layer, LayeredStore, LocalStore, LockScope, MemoryStore, Store, WriteTo, open_store
-from trt_warmcache.stores._base import blob_name, manifest_name
+from trt_warmcache.manifest import BlobRef, Manifest
+from trt_warmcache.stores import (
+    Layer,
+    LayeredStore,
+    LocalStore,
+    LockScope,
+    MemoryStore,
+    Store,
+    StoreCapabilities,
+    WriteTo,
+    open_store,
+)
+from trt_warmcache.stores._base import WritePiece, blob_name, manifest_name
 from trt_warmcache.testing import StoreConformance
 from trt_warmcache.testing._stores import sample_entry
 
@@ -217,6 +229,112 @@ print(json.dumps(len(get(store))))
 """
 
 
+def test_far_hit_lands_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A far hit is written straight into the near folder's file, hashed only while it arrives, and mapped from there."""
+    plan = bytes(range(251)) * (manifests.CHUNK_BYTES // 251 * 2 + 7)
+    entry, payloads = sample_entry(3, plan)
+    far = MemoryStore()
+    far.publish(entry, payloads)
+    near = LocalStore(tmp_path)
+    written: list[int] = []
+    hashed: list[Any] = []
+    write = os.pwrite
+
+    def counted(fd: int, data: Any, at: int) -> int:
+        written.append(len(data))
+        return write(fd, data, at)
+
+    monkeypatch.setattr(os, "pwrite", counted)
+    monkeypatch.setattr("trt_warmcache.stores._local.verify_view", lambda *told: hashed.append(told))
+    with LayeredStore([near, Remote(far)]) as store:
+        found = store.manifest(Kind.ENGINE, entry.key)
+        assert found is not None
+        payload = store.fetch(found.blob("plan"))
+        assert payload.view == plan
+        assert near.in_use(entry.blob("plan"))
+        payload.close()
+        assert not near.in_use(entry.blob("plan"))
+    assert sum(size for size in written if size > 100_000) == len(plan)
+    assert hashed == []
+    monkeypatch.undo()
+    assert has(near, entry)
+    assert not list(tmp_path.rglob(".tmp-*"))
+
+
+def test_download_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
+    """The far layer's failure is raised as it is, counted there and not at the folder it was landing in."""
+    far = Remote(MemoryStore())
+    far.inner.publish(ENTRY, PAYLOADS)
+    store = LayeredStore([LocalStore(tmp_path), far])
+    found = store.manifest(Kind.ENGINE, ENTRY.key)
+    assert found is not None
+    cause = OSError("the wire")
+
+    def broken(call: str, name: str) -> None:
+        if call == "fetch":
+            raise StoreError(f"{call} {name} refused", reason=StoreReason.UNAVAILABLE, store="x") from cause
+
+    far.before = broken
+    with pytest.raises(StoreError, match="fetch") as caught:
+        store.fetch(REF)
+    assert caught.value.__cause__ is cause
+    near_counters, far_counters = store.counters()
+    assert near_counters.errors == {}
+    assert far_counters.errors == {"unavailable": 1}
+    assert not list(tmp_path.rglob(".tmp-*"))
+    far.before = None
+    assert get(store) == PAYLOADS["plan"]
+    assert has(LocalStore(tmp_path))
+
+
+def test_folder_that_cannot_take_it_costs_no_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the near folder is full, the far plan is served all the same, and not stored."""
+    far = Remote(MemoryStore())
+    far.inner.publish(ENTRY, PAYLOADS)
+    store = LayeredStore([LocalStore(tmp_path), far])
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert get(store) == PAYLOADS["plan"]
+    monkeypatch.undo()
+    assert not has(LocalStore(tmp_path))
+    assert not list(tmp_path.rglob(".tmp-*"))
+
+
+def test_download_given_up_writes_no_more(tmp_path: Path) -> None:
+    """A download that outlives its deadline cannot write to whatever file has its descriptor's number by then."""
+    released = threading.Event()
+    ended: list[str] = []
+
+    class Stuck(MemoryStore):
+        local = False
+
+        def fetch_into(self, ref: BlobRef, write: WritePiece) -> None:
+            released.wait(30)
+            try:
+                write(b"late", 0)
+            except OSError as error:
+                ended.append(str(error))
+
+    far = Stuck()
+    far.publish(ENTRY, PAYLOADS)
+    store = LayeredStore([LocalStore(tmp_path), Layer(far, deadline=0.2)])
+    assert store.manifest(Kind.ENGINE, ENTRY.key) is not None
+    with pytest.raises(StoreError) as caught:
+        store.fetch(REF)
+    assert caught.value.reason is StoreReason.TIMEOUT
+    victim = tmp_path / "victim"
+    with victim.open("wb"):
+        released.set()
+        until = time.monotonic() + 10
+        while not ended and time.monotonic() < until:
+            time.sleep(0.01)
+    assert "nobody waits" in ended[0]
+    assert victim.read_bytes() == b""
+
+
 def test_sixteen_processes_download_once(tmp_path: Path) -> None:
     """Sixteen processes of one machine want the same far entry: one downloads, all get it."""
     LocalStore(tmp_path / "far").publish(ENTRY, PAYLOADS)
@@ -364,7 +482,7 @@ def test_stalled_remote_costs_one_deadline(tmp_path: Path) -> None:
     started = time.monotonic()
     for number in range(20):
         assert store.manifest(Kind.ENGINE, f"{number:064x}") is None
-    assert 0.3 <= time.monotonic() - started < 0.6
+    assert 0.3 <= time.monotonic() - started < 3  # twenty deadlines would be 6 s
     counters = store.counters()[1]
     assert counters.errors == {"timeout": 1}
     assert counters.skipped == 19
@@ -386,7 +504,7 @@ def test_manager_over_a_stalled_remote(tmp_path: Path) -> None:
         assert engine.outcome is twc.Outcome.BUILT
         assert engine.stored
         assert manager.get(tiny_model(), profiles=PROFILE).outcome is twc.Outcome.HIT
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 3.0  # a stall is 30 s, the deadline 0.3 s; the rest is the machine
 
 
 def test_layer_is_tried_again_after_the_pause() -> None:
@@ -527,3 +645,45 @@ def test_prefetch_in_parallel(tmp_path: Path) -> None:
 
     assert timed(all_of_them) < 3 * one
     assert results == [b"plan %d" % number for number in range(8)]
+
+
+def test_stalled_probe_costs_one_deadline(tmp_path: Path) -> None:
+    """Finding out what a remote can do is bounded too, is no verdict on it, and is made good once it answers."""
+
+    class Slow(Remote):
+        wait = 30.0
+
+        @property
+        def capabilities(self) -> StoreCapabilities:
+            time.sleep(self.wait)
+            return super().capabilities
+
+    far, told, now = Slow(MemoryStore()), Heard(), [0.0]
+    store = LayeredStore(
+        [LocalStore(tmp_path), Layer(far, deadline=0.3)], cooldown=10, clock=lambda: time.monotonic() + now[0]
+    )
+    store.bind(Events([told]))
+    started = time.monotonic()
+    for number in range(10):
+        lock = store.lock(f"key-{number}")
+        assert lock is not None
+        assert lock.try_acquire()
+        lock.release()
+    store.publish(ENTRY, PAYLOADS)
+    assert time.monotonic() - started < 3
+    assert has(LocalStore(tmp_path))
+    assert told.kinds.count(EventKind.LAYER_DOWN) == 1
+    assert EventKind.LOCK_UNAVAILABLE not in told.kinds
+    far.wait, now[0] = 0.0, 60.0
+    assert store.capabilities.exclusive_create
+    assert store.capabilities.lock_scope is LockScope.FLEET
+
+
+def test_remote_alone_that_does_not_answer() -> None:
+    """With no other layer the remote's own failure is raised: neither an empty listing nor a read-only store."""
+    for act in (lambda store: list(store.list("engines/")), lambda store: store.publish(ENTRY, PAYLOADS)):
+        store = LayeredStore([Layer(Remote(MemoryStore(), fail(StoreReason.UNAVAILABLE)), deadline=5)])
+        for _ in range(5):  # the breaker opens meanwhile
+            with pytest.raises(StoreError) as caught:
+                act(store)
+            assert caught.value.reason is StoreReason.UNAVAILABLE

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support import run_python
 
 from trt_warmcache import DigestMemo, IntegrityError, LocalStore, StoreError, StoreReason
 from trt_warmcache.keys import Kind
@@ -190,7 +191,7 @@ def test_opened_read_only(tmp_path: Path) -> None:
         (errno.EIO, StoreReason.UNAVAILABLE),
     ],
 )
-@pytest.mark.parametrize("step", ["posix_fallocate", "write", "fsync", "link"])
+@pytest.mark.parametrize("step", ["posix_fallocate", "pwrite", "fsync", "link"])
 def test_failing_write_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: StoreReason, step: str
 ) -> None:
@@ -443,3 +444,32 @@ def test_readers_against_writer(tmp_path: Path) -> None:
     assert not errors
     assert reads
     assert store.manifest(Kind.ENGINE, manifest.key) == manifest
+
+
+#: A writer that is killed while a blob is on its way into its file.
+HALF = """
+import os, signal, sys
+from trt_warmcache.manifest import describe_blob
+from trt_warmcache.stores import LocalStore
+def half(write):
+    write(b"half", 0)
+    os.kill(os.getpid(), signal.SIGKILL)
+LocalStore(sys.argv[1]).land_blob(describe_blob("plan", b"half and half"), half)
+"""
+
+
+def test_leftovers_of_killed_writers_are_swept(tmp_path: Path) -> None:
+    """The next writer's start removes what killed ones left, once it is surely old; a reader removes nothing."""
+    for _ in range(5):
+        with pytest.raises(AssertionError):
+            run_python(HALF, tmp_path)
+    left = sorted(tmp_path.rglob(".tmp-*"))
+    assert len(left) == 5
+    for path in left[:3]:
+        os.utime(path, (time.time() - 7200,) * 2)
+    store = LocalStore(tmp_path)
+    assert store.manifest(Kind.ENGINE, "0" * 64) is None
+    list(store.list("engines/"))
+    assert sorted(tmp_path.rglob(".tmp-*")) == left
+    store.publish(*sample_entry(1))
+    assert sorted(tmp_path.rglob(".tmp-*")) == left[3:]

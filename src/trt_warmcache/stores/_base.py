@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import blake3
 import msgspec
@@ -43,6 +43,7 @@ __all__ = [
     "Payload",
     "Store",
     "StoreCapabilities",
+    "WritePiece",
     "blob_name",
     "manifest_name",
     "verify_view",
@@ -53,6 +54,9 @@ LAYOUT = "trtwc-1"
 
 #: Packed blobs lie beside plain ones under their digest and this.
 PACKED_SUFFIX = ".zst"
+
+#: Takes a piece of a blob and its offset.
+WritePiece: TypeAlias = Callable[[Any, int], None]
 
 _ENTRY_NAME = re.compile(r"(?P<kind>[a-z]+)/(?P<fan>[0-9a-f]{2})/(?P<digest>[0-9a-f]{64})\.json")
 
@@ -234,6 +238,51 @@ class Store(ABC):
             StoreError: Denied, full, or unavailable.
         """
         self.write(blob_name(ref), data)
+
+    def fetch_into(self, ref: BlobRef, write: WritePiece) -> None:
+        """Hand over a blob's bytes piece by piece, each verified before.
+
+        Args:
+            ref: The blob, as its manifest describes it. One of several chunks without chunk digests may be handed over
+                unverified; check it whole.
+            write: Called with bytes and their offset, perhaps from several threads at once and in any order.
+
+        Raises:
+            IntegrityError: Missing, of another size, or of another digest; some pieces may have been handed over.
+            StoreError: The store could not answer.
+        """
+        payload = self.fetch(ref)
+        try:
+            write(payload.view, 0)
+        finally:
+            payload.close()
+
+    def land_blob(self, ref: BlobRef, fill: Callable[[WritePiece], None]) -> Payload:
+        """Store a blob that arrives in pieces, without a copy of it in between.
+
+        This default collects the pieces in memory. Override it where pieces can be written in their final place.
+
+        Args:
+            ref: The blob, as its manifest describes it.
+            fill: Called with the function that takes verified bytes and their offset, from any number of threads and
+                in any order. Nothing is stored if it raises.
+
+        Returns:
+            The blob's bytes.
+
+        Raises:
+            StoreError: Denied, full, or unavailable.
+        """
+        buffer = bytearray(ref.size)
+
+        def write(data: Any, offset: int) -> None:
+            piece = memoryview(data).cast("B")
+            buffer[offset : offset + piece.nbytes] = piece
+
+        fill(write)
+        view = memoryview(buffer).toreadonly()
+        self.put_blob(*self.pack(ref, view))
+        return Payload(view)
 
     def pack(self, ref: BlobRef, data: Any) -> tuple[BlobRef, Any]:
         """The form in which this store keeps a blob; asked before the manifest that describes it is written.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trt_warmcache.errors import IntegrityError
 from trt_warmcache.events import Events
 from trt_warmcache.keys import Kind
 from trt_warmcache.manifest import BlobRef, Manifest
-from trt_warmcache.stores._base import Lock, ObjectInfo, Payload, Store, StoreCapabilities
+from trt_warmcache.stores._base import Lock, ObjectInfo, Payload, Store, StoreCapabilities, WritePiece
 
 __all__ = ["ForwardingStore"]
 
@@ -54,6 +54,12 @@ class ForwardingStore(Store):
 
     def put_blob(self, ref: BlobRef, data: Any) -> None:
         self.inner.put_blob(ref, data)
+
+    def fetch_into(self, ref: BlobRef, write: WritePiece) -> None:
+        self.inner.fetch_into(ref, write)
+
+    def land_blob(self, ref: BlobRef, fill: Callable[[WritePiece], None]) -> Payload:
+        return self.inner.land_blob(ref, fill)
 
     def pack(self, ref: BlobRef, data: Any) -> tuple[BlobRef, Any]:
         return self.inner.pack(ref, data)

@@ -36,6 +36,7 @@ from trt_warmcache.stores._base import (
     Payload,
     Store,
     StoreCapabilities,
+    WritePiece,
     blob_name,
     missing,
     truncated,
@@ -401,7 +402,7 @@ class FsspecStore(Store):
 
     def fetch(self, ref: BlobRef, *, rehash: bool = False) -> Payload:
         try:
-            landing = Landing(ref.size, self._folder)
+            landing = Landing.nameless(ref.size, self._folder)
         except OSError as error:
             where = "memory" if self._folder is None else str(self._folder)
             raise from_os_error(
@@ -418,17 +419,7 @@ class FsspecStore(Store):
                 raise
         return payload
 
-    def fetch_into(self, ref: BlobRef, write: Callable[[Any, int], None]) -> None:
-        """Download a blob piece by piece, each verified before it is handed over.
-
-        Args:
-            ref: The blob. One of several chunks without chunk digests is handed over unverified; check it whole.
-            write: Called with bytes and their offset, from several threads at once and in any order.
-
-        Raises:
-            IntegrityError: Missing, of another size, or of another digest; some pieces may have been handed over.
-            StoreError: The store could not answer.
-        """
+    def fetch_into(self, ref: BlobRef, write: WritePiece) -> None:
         # The digest is the blob's identity; how its bytes are packed is this store's affair, and a manifest that came
         # by way of another store may not know.
         plain = msgspec.structs.replace(ref, codec="", stored_size=0)
@@ -605,7 +596,7 @@ class FsspecStore(Store):
 
     def _try_out(self, wire: Wire, seconds: float) -> _Proof:
         """Race some writers for one object, then try what must be refused."""
-        name = f"leases/.probe-{secrets.token_hex(16)}"
+        name = f"leases/probe-{secrets.token_hex(16)}"  # should it stay, housekeeping takes it for an old lease
         barrier = threading.Barrier(_RACERS)
 
         def compete(number: int) -> bool:
@@ -662,7 +653,7 @@ class _Download:
         write: Takes bytes and their offset.
     """
 
-    def __init__(self, store: FsspecStore, ref: BlobRef, write: Callable[[Any, int], None]) -> None:
+    def __init__(self, store: FsspecStore, ref: BlobRef, write: WritePiece) -> None:
         self._store = store
         self._ref = ref
         self._write = write

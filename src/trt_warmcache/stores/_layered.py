@@ -30,7 +30,7 @@ from trt_warmcache.errors import ConfigError, IntegrityError, StoreError, StoreR
 from trt_warmcache.events import EventKind, Events
 from trt_warmcache.keys import Kind
 from trt_warmcache.lease import DEFAULT_LEASE_SECONDS, Lease
-from trt_warmcache.manifest import BlobRef, Manifest
+from trt_warmcache.manifest import CHUNK_BYTES, BlobRef, Manifest
 from trt_warmcache.stores._base import (
     Lock,
     LockScope,
@@ -38,6 +38,7 @@ from trt_warmcache.stores._base import (
     Payload,
     Store,
     StoreCapabilities,
+    WritePiece,
     blob_name,
     missing,
 )
@@ -446,20 +447,39 @@ class LayeredStore(Store):
                 if found is not None:
                     self._recall(ref)
                     return found
-            payload = source.fetch(ref, rehash=False)
+            payload, landed = self._land(ref, source, keeper)
             manifest = self._recall(ref)
             for tier in reversed(nearer):
-                self._put(tier, ref, payload, manifest, source)
-            try:
-                mapped = keeper.fetch(ref, rehash=False, counted=False)
-            except (StoreError, IntegrityError) as error:
-                log.info("%s did not keep %s: %s", keeper.name, blob_name(ref), error.message)
-                return payload
-            payload.close()
-            return mapped
+                self._put(tier, ref, payload, manifest, source, present=landed and tier is keeper)
+            return payload
         finally:
             if lock is not None and held:
                 lock.release()
+
+    def _land(self, ref: BlobRef, source: _Tier, keeper: _Tier) -> tuple[Payload, bool]:
+        """Download a blob straight into the layer that keeps it; and whether that layer has it now.
+
+        A layer that cannot take it does not stand in the way of the download.
+        """
+        failure: StoreError | IntegrityError | None = None
+
+        def fill(write: WritePiece) -> None:
+            try:
+                source.fetch_into(ref, write)
+            except (StoreError, IntegrityError) as error:
+                raise _SourceFailed(error) from error
+
+        # A blob of several chunks without chunk digests can only be verified whole.
+        if keeper.direct and (ref.chunks or ref.size <= CHUNK_BYTES):
+            try:
+                return keeper.call(lambda store: store.land_blob(ref, fill)), True
+            except _SourceFailed as failed:
+                failure = failed.error
+            except StoreError as error:
+                log.info("%s does not keep %s: %s", keeper.name, blob_name(ref), error.message)
+        if failure is not None:
+            raise failure
+        return source.fetch(ref, rehash=False), False
 
     def _wait_for_fill(self, ref: BlobRef, keeper: _Tier, lock: Lock) -> tuple[Payload | None, bool]:
         """What the lock's holder has filled in meanwhile, or nothing; and whether the lock is held now."""
@@ -486,19 +506,32 @@ class LayeredStore(Store):
                 return None, False
             time.sleep(_FILL_PAUSE)
 
-    def _put(self, tier: _Tier, ref: BlobRef, payload: Payload, manifest: Manifest | None, source: _Tier) -> None:
-        """Fill a blob, and the entry that it belongs to, into a nearer layer. A hit does not depend on it."""
+    def _put(
+        self,
+        tier: _Tier,
+        ref: BlobRef,
+        payload: Payload,
+        manifest: Manifest | None,
+        source: _Tier,
+        *,
+        present: bool,
+    ) -> None:
+        """Fill a blob, unless it is there, and the entry that it belongs to into a nearer layer.
+
+        A hit does not depend on it.
+        """
         others: MutableSequence[Payload] = []
         try:
             if manifest is None or not self._adopts(tier, manifest):
-                tier.call(lambda store: _put_packed(store, ref, payload.view), ref.size)
+                if not present:
+                    tier.call(lambda store: _put_packed(store, ref, payload.view), ref.size)
             else:
-                payloads = {ref.role: payload.view}
+                payloads = {} if present else {ref.role: payload.view}
                 for other in manifest.blobs:
                     if other.role != ref.role:
                         others.append(source.fetch(other, rehash=False))
                         payloads[other.role] = others[-1].view
-                self._adopt(tier, manifest, payloads)
+                self._adopt(tier, manifests.plain(manifest), payloads)
             tier.count(backfills=1, bytes_written=ref.size)
         except (StoreError, IntegrityError, UntrustedError) as error:
             log.info("%s not kept in %s: %s", blob_name(ref), tier.name, error.message)
@@ -711,7 +744,7 @@ class LayeredStore(Store):
         if self._leases(decider):
             return Lease(decider.guarded(), name, seconds=self._lease_seconds, on_lost=self._lease_lost)
         lock = None if decider.layer.shared else decider.lock(name)
-        if lock is None and not self._leaseless_told:
+        if lock is None and not self._leaseless_told and not decider.left_alone:
             self._leaseless_told = True
             self._emit(
                 EventKind.LOCK_UNAVAILABLE,
@@ -796,6 +829,18 @@ class _LayeredLock:
         return self._near.owner() if self._near is not None else ""
 
 
+#: Of a layer that does not answer: it is tried, so that its own failure is told, and nothing is built on its promises.
+_UNKNOWN = StoreCapabilities()
+
+
+class _SourceFailed(Exception):
+    """Carries a download's failure past the layer that it should have landed in, which is not to blame."""
+
+    def __init__(self, error: StoreError | IntegrityError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
 @dataclass
 class _Record:
     """What is known of a layer's behaviour, shared by all views of it."""
@@ -824,13 +869,18 @@ class _Tier:
 
     @property
     def capabilities(self) -> StoreCapabilities:
-        """What the store can do."""
-        return self.store.capabilities
+        """What the store can do, as far as it answers; to find out, it may have to ask its server."""
+        if self.direct:
+            return self.store.capabilities
+        try:
+            return self.call(lambda store: store.capabilities)
+        except StoreError:
+            return _UNKNOWN
 
     @property
     def writable(self) -> bool:
         """Whether this layer is written to."""
-        return not self.layer.read_only and self.store.capabilities.writable
+        return not self.layer.read_only and self.capabilities.writable
 
     def accepts(self, source: _Tier) -> bool:
         """Whether entries of another layer may be copied here: trust is never gained by copying."""
@@ -857,6 +907,11 @@ class _Tier:
         with self._record.guard:
             self._record.counts.update(counts)
 
+    @property
+    def left_alone(self) -> bool:
+        """Whether the breaker is open."""
+        return self._clock() < self._record.closed_until
+
     # ---- typed calls ------------------------------------------------------------------------------------------
 
     def manifest(self, kind: Kind, digest: str, *, counted: bool = True) -> Manifest | None:
@@ -869,6 +924,10 @@ class _Tier:
         payload = self.call(lambda store: store.fetch(ref, rehash=rehash), ref.size, counted=counted)
         self.count(bytes_read=ref.size)
         return payload
+
+    def fetch_into(self, ref: BlobRef, write: WritePiece) -> None:
+        self.call(lambda store: store.fetch_into(ref, write), ref.size)
+        self.count(bytes_read=ref.size)
 
     def publish(
         self, manifest: Manifest, payloads: Mapping[str, Any], *, replacing: Manifest | None = None

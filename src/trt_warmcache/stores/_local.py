@@ -9,14 +9,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
-import mmap
 import os
 import secrets
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,12 +33,14 @@ from trt_warmcache.stores._base import (
     Payload,
     Store,
     StoreCapabilities,
+    WritePiece,
     blob_name,
     missing,
     truncated,
     verify_view,
 )
 from trt_warmcache.stores._errors import from_os_error
+from trt_warmcache.stores._landing import Landing, map_file
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -55,6 +57,9 @@ _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSY
 
 #: Lock services that are not there answer with one of these (NFS without lockd, some FUSE file systems).
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+
+#: A temporary file that nothing was written to for so long belongs to no living writer.
+_ABANDONED_SECONDS = 3600
 
 #: An open file that another NFS client replaced; opening it again reaches the new one.
 _STALE = errno.ESTALE
@@ -83,6 +88,7 @@ class LocalStore(Store):
         self._prefix = f"{self._base}/"  # joining text is several times faster than joining paths, and a hit joins two
         self._memo = memo if memo is not None else DigestMemo(None)
         self._read_only = read_only
+        self._swept = False
 
     @property
     def capabilities(self) -> StoreCapabilities:
@@ -123,30 +129,26 @@ class LocalStore(Store):
         try:
             if size != ref.size:
                 raise truncated(ref, size, self.url)
-            if size == 0:
-                verify_view(ref, memoryview(b""), self.url)
-                return Payload(memoryview(b""))
             # Verified and mapped from one open file: what was checked is what is handed out, whatever happens to
             # the name meanwhile.
-            mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+            payload = map_file(fd, size, verified_now=False)
             _mark_in_use(fd)
             status = os.fstat(fd)
         except OSError as error:
             raise self._error(error, f"map {name}") from error
         finally:
             os.close(fd)
-        view = memoryview(mapped)
         path = self._prefix + name
-        known = not rehash and self._memo.get(path, status) == ref.digest
-        if not known:
+        if rehash or self._memo.get(path, status) != ref.digest:
             started = self._memo.clock()
             try:
-                verify_view(ref, view, self.url)
+                verify_view(ref, payload.view, self.url)
             except BaseException:
-                _unmap(view, mapped)
+                payload.close()
                 raise
             self._memo.put(path, status, ref.digest, started)
-        return Payload(view, lambda: _unmap(view, mapped), verified_now=not known)
+            payload.verified_now = True
+        return payload
 
     def _fetch_packed(self, ref: BlobRef) -> Payload:
         """A blob in a tree that was copied from a store which packs; it costs memory and time that a plain one does not."""
@@ -249,20 +251,46 @@ class LocalStore(Store):
             raise self._error(error, f"delete {name}") from error
         return True
 
+    def land_blob(self, ref: BlobRef, fill: Callable[[WritePiece], None]) -> Payload:
+        name = blob_name(manifests.unpacked(ref))
+        with self._unfinished(name, ref.size) as (temporary, path):
+            with Landing(_create(temporary), ref.size) as landing:
+                fill(landing.write)
+                # Without this a power cut may leave the right name, size and times over zeros.
+                os.fsync(landing.fd)
+                payload = landing.payload()
+                _mark_in_use(landing.fd)
+            try:
+                temporary.replace(path)
+                _sync_folder(path.parent)
+            except BaseException:
+                payload.close()
+                raise
+        return payload
+
     def _publish(self, name: str, data: Any, publish: Callable[[Path, Path], bool]) -> bool:
-        self._refuse_if_read_only(f"write {name}")
         view = memoryview(data).cast("B")
-        path = self._base / name
-        temporary: Path | None = None
-        try:
-            self._make_folder(path.parent)
-            temporary = path.parent / f".tmp-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(16)}"
-            _write_whole(temporary, view)
+        with self._unfinished(name, view.nbytes) as (temporary, path):
+            with Landing(_create(temporary), view.nbytes) as landing:
+                landing.write(view, 0)
+                os.fsync(landing.fd)
             published = publish(temporary, path)
             _sync_folder(path.parent)
             return published
+
+    @contextmanager
+    def _unfinished(self, name: str, size: int) -> Iterator[tuple[Path, Path]]:
+        """A name for a temporary file, and its final one beside it. What still has the temporary name is removed."""
+        self._refuse_if_read_only(f"write {name}")
+        path = self._base / name
+        temporary: Path | None = None
+        self._sweep_once()
+        try:
+            self._make_folder(path.parent)
+            temporary = path.parent / f".tmp-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(16)}"
+            yield temporary, path
         except OSError as error:
-            raise self._error(error, f"write {name}", needed=view.nbytes) from error
+            raise self._error(error, f"write {name}", needed=size) from error
         finally:
             if temporary is not None:
                 # After a successful rename there is nothing left to remove; a failure to tidy up is no failure to
@@ -271,6 +299,18 @@ class LocalStore(Store):
                     temporary.unlink(missing_ok=True)
                 except OSError as error:
                     log.debug("could not remove %s: %s", temporary, error)
+
+    def _sweep_once(self) -> None:
+        """Remove what killed writers left behind, before the first write of this store object."""
+        if self._swept:
+            return
+        self._swept = True
+        now = time.time()
+        for left in self.temporaries():
+            if now - left.modified > _ABANDONED_SECONDS:
+                with suppress(OSError):  # another process sweeps too, or it is not ours to remove
+                    (self._base / left.name).unlink()
+                    log.info("removed %s, which a writer left unfinished", left.name)
 
     def _make_folder(self, folder: Path) -> None:
         if folder.is_dir():
@@ -389,23 +429,8 @@ def _link(temporary: Path, path: Path) -> bool:
     return True
 
 
-def _write_whole(path: Path, view: memoryview) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        if view.nbytes:
-            try:
-                # A full disk shows here, before the work, and not in the middle of it.
-                os.posix_fallocate(fd, 0, view.nbytes)
-            except OSError as error:
-                if error.errno not in {errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS}:
-                    raise
-        done = 0
-        while done < view.nbytes:
-            done += os.write(fd, view[done : done + 64 * 1024 * 1024])
-        # Without this a power cut may leave the right name, size and times over zeros.
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _create(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -417,15 +442,6 @@ def _sync_folder(folder: Path) -> None:
             raise  # some network file systems cannot sync folders; anything else is trouble
     finally:
         os.close(fd)
-
-
-def _unmap(view: memoryview, mapped: mmap.mmap) -> None:
-    try:
-        view.release()
-        mapped.close()
-    except BufferError:
-        # The caller still holds views (a numpy array over the plan, say); the map goes when the last of them goes.
-        log.debug("plan still in use, left mapped")
 
 
 def _mark_in_use(fd: int) -> None:

@@ -15,7 +15,7 @@ from trt_warmcache.errors import IntegrityError, StoreError
 from trt_warmcache.keys import EngineKey, Kind
 from trt_warmcache.manifest import Labels, Manifest, Provenance
 from trt_warmcache.stores import Store
-from trt_warmcache.stores._base import blob_name, manifest_name
+from trt_warmcache.stores._base import WritePiece, blob_name, manifest_name
 
 __all__ = ["StoreConformance"]
 
@@ -264,6 +264,38 @@ class StoreConformance(ABC):
         store.publish(manifest, payloads)
         with self.make_store() as fresh:
             assert fresh.fetch(manifest.blob("plan")).view == plan
+
+    def test_pieces(self, store: Store) -> None:
+        """A blob that arrives in pieces, in any order, is stored whole or not at all; it is handed over in pieces too."""
+        self.require_writable(store)
+        plan = bytes(range(251)) * (manifests.CHUNK_BYTES // 251 * 2 + 999)
+        ref = sample_entry(12, plan)[0].blob("plan")
+
+        def half(write: WritePiece) -> None:
+            write(plan[:1000], 0)
+            raise KeyError("the download broke off")
+
+        with pytest.raises(KeyError, match="broke off"):
+            store.land_blob(ref, half)
+        with pytest.raises(IntegrityError, match="missing"):
+            store.fetch(ref)
+
+        def backwards(write: WritePiece) -> None:
+            for at in range(len(plan) // 3000 * 3000, -1, -3000):
+                write(plan[at : at + 3000], at)
+
+        landed = store.land_blob(ref, backwards)
+        assert landed.view == plan
+        assert landed.view.readonly
+        landed.close()
+        pieces = bytearray(len(plan))
+
+        def take(data: Any, offset: int) -> None:
+            pieces[offset : offset + len(data)] = data
+
+        with self.make_store() as fresh:
+            fresh.fetch_into(ref, take)
+        assert pieces == plan
 
     def test_lock_excludes(self, store: Store) -> None:
         """A lock that is offered keeps a second taker out until it is given back."""
