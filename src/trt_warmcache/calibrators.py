@@ -126,6 +126,7 @@ class _State:
         self._read = read
         self._write = write
         self._buffers = buffers
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._asked = False
         self._table: bytes | None = None
         self._written = False
@@ -168,6 +169,15 @@ class _State:
             raise ConfigError(
                 f"Calibration batch {self.fed + 1} lacks input {missing[0]!r}; it has {', '.join(map(repr, batch))}."
             )
+        shapes = {name: tuple(batch[name].shape) for name in names}
+        self._shapes = self._shapes or shapes
+        for name, shape in shapes.items():
+            if shape != self._shapes[name]:  # TensorRT reads as much as the first batch had, whatever is there
+                raise ConfigError(
+                    f"TensorRT's calibrators take batches of one shape, and batch {self.fed + 1} has {name!r} as {shape} "
+                    f"after {self._shapes[name]}. Leave out a smaller last batch (drop_last=True of a DataLoader), or use "
+                    "runner='onnxruntime'."
+                )
         if self._buffers is None:
             self._buffers = _default_buffers()
         addresses = [self._buffers.upload(name, batch[name]) for name in names]
