@@ -100,6 +100,16 @@ class TestCalibrate:
         assert coverage.missing == ("infinite",)
         assert coverage.matched == ("x",)
 
+    @pytest.mark.parametrize("algorithm", ["entropy", "minmax", "percentile"])
+    def test_no_range_at_all(self, algorithm: str) -> None:
+        """Zeros through a model without biases leave nothing to calibrate by: an error, not a table."""
+        model = small_model()
+        bias = next(tensor for tensor in model.graph.initializer if tensor.name == "b1")
+        bias.CopyFrom(numpy_helper.from_array(np.zeros(32, np.float32), "b1"))
+        source = Calibration(data=[{"x": np.zeros((1, 3, 16, 16), np.float32)}], algorithm=algorithm)
+        with pytest.raises(ModelError, match="over 1 batches each was zero throughout"):
+            calibration_run.calibrate(model, source)
+
     def test_side_files_and_path(self, tmp_path: Path) -> None:
         """Weights in a side file are found beside the path, and give the same table as the whole model."""
         model = small_model()

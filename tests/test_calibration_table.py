@@ -259,6 +259,11 @@ class TestCoverage:
         scales = {"a": 1.0, **{f"(Unnamed Layer* {i}) [Shuffle]_output": 0.0 for i in range(9)}}
         assert CalibrationTable(8601, "EntropyCalibration2", scales).check(["a", "b", "c", "d"]).matched == ("a",)
 
+    def test_table_without_a_usable_scale_is_refused(self) -> None:
+        """Names alone are not enough: with nothing but zeros and infinities there is nothing to quantize by."""
+        with pytest.raises(ModelError, match=r"no usable scale.* all 2"):
+            table(a=0, b=math.inf).check(["a", "b"])
+
     def test_empty_table_is_refused(self) -> None:
         """A table without tensors fits no model."""
         with pytest.raises(ModelError):

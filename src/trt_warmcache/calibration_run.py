@@ -18,7 +18,7 @@ from trt_warmcache._onnxruntime import (
 from trt_warmcache.calibration_batches import InputSpec
 from trt_warmcache.calibration_data import CalibrationAlgorithm
 from trt_warmcache.calibration_ranges import statistics_for
-from trt_warmcache.calibration_table import INT8_MAX, CalibrationTable
+from trt_warmcache.calibration_table import INT8_MAX, CalibrationTable, usable
 from trt_warmcache.errors import ModelError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def measure(
     Raises:
         ConfigError: Data that does not fit the model, or that changed since `fingerprint`; or an execution provider that
             this ONNX Runtime lacks.
-        ModelError: The model cannot be read or run.
+        ModelError: The model cannot be read or run, or no tensor of it has a range.
     """
     proto, folder = load_model(model)
     session = open_session(proto, folder, calibration.providers)
@@ -128,6 +128,11 @@ def measure(
             progress(done, total)
     thresholds = {name: statistic.threshold() for name, statistic in statistics.items()}
     kept = {name: value / INT8_MAX for name, value in thresholds.items() if not math.isnan(value)}
+    if not any(usable(scale) for scale in kept.values()):
+        raise ModelError(
+            f"No tensor of the model has a range: over {done} batches each was zero throughout, or held NaN or infinity. "
+            "Check the model's weights and the data."
+        )
     if len(kept) < len(thresholds):
         log.warning(
             "%d of %d tensors held NaN or infinity and have no scale", len(thresholds) - len(kept), len(thresholds)

@@ -190,7 +190,8 @@ class CalibrationTable:
         model's when less than half of the tensors it names occur in this one.
 
         Raises:
-            ModelError: The table is another model's; ``matching`` and ``mismatching`` count its tensors.
+            ModelError: The table is another model's, or has no usable scale at all; ``matching`` and ``mismatching``
+                count its tensors.
         """
         found = self.coverage(tensors)
         foreign = [name for name in found.unknown if not name.startswith(_UNNAMED)]
@@ -199,6 +200,13 @@ class CalibrationTable:
             raise ModelError(
                 f"The calibration table belongs to another model: {len(foreign)} of its {known + len(foreign)} tensors "
                 f"do not occur in {model} ({_some(foreign)}). Calibrate this model, or give the table made for it.",
+                matching=known,
+                mismatching=len(foreign),
+            )
+        if not found.matched:
+            raise ModelError(
+                f"The calibration table has no usable scale for {model}: all {known} are zero, negative or not finite. "
+                "Calibrate with data that looks like real inputs.",
                 matching=known,
                 mismatching=len(foreign),
             )
