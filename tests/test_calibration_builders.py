@@ -15,7 +15,7 @@ from tests.test_quantize import cosine, detection_input, run, yolo_input
 
 import trt_warmcache as twc
 from trt_warmcache.builders import TensorRTBuilder, TensorRTRTXBuilder
-from trt_warmcache.calibration_table import read_table
+from trt_warmcache.calibration_files import read_table
 from trt_warmcache.keys import Kind
 from trt_warmcache.policy import Isolation
 
@@ -235,6 +235,17 @@ def test_tensorrt_calibrates_itself(root: Path, line: Line) -> None:
         assert manager.counters()["calibration_start"] == 1
         other = manager.calibrate(fake_names(), twc.Calibration(data=batches(), fingerprint="f"))
         assert other.key.digest != entry.key
+
+
+def test_tensorrt_gets_every_batch_of_a_one_shot_iterator(root: Path) -> None:
+    """Looking at the first batch for its shapes takes it away from nobody."""
+    manager, module, buffers = on_gpu(root, "10.3")
+    once = twc.Calibration(data=iter(batches()), fingerprint="once", runner="tensorrt")
+    with manager:
+        engine = manager.get(fake_names(), profiles=PROFILE, calibration=once)
+        entry = manager.store.manifest(Kind.CALIBRATION, engine.manifest.extra["calibration_key"])
+    assert entry is not None
+    assert (entry.extra["batches"], buffers.uploads, record_of(module).calibration_batches) == (3, 3, 3)
 
 
 def test_its_table_serves_tensorrt_rtx(root: Path) -> None:

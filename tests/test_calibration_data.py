@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from trt_warmcache.calibration_data import Calibration, CalibrationAlgorithm, InputSpec
+from trt_warmcache.calibration_batches import InputSpec
+from trt_warmcache.calibration_data import Calibration, CalibrationAlgorithm
 from trt_warmcache.calibration_table import CalibrationTable
 from trt_warmcache.errors import ConfigError, MissError, UnknownFieldError
 
@@ -107,6 +109,11 @@ class TestFields:
             ({"data": [], "batches": 2.0}, "batches"),
             ({"data": [], "percentile": 0}, "percentile"),
             ({"data": [], "percentile": 101}, "percentile"),
+            ({"data": [], "percentile": "99"}, "percentile"),
+            ({"data": [], "percentile": float("nan")}, "percentile"),
+            ({"data": b"pictures"}, "iterable of batches"),
+            ({"data": [], "providers": "CUDAExecutionProvider"}, "sequence of names"),
+            ({"data": [], "providers": ()}, "sequence of names"),
             ({"data": [], "fingerprint": ""}, "fingerprint"),
             ({"data": [], "preprocess": lambda x: x}, "Do the preprocessing in loader"),
             ({"data": 5}, "iterable of batches"),
@@ -135,6 +142,13 @@ class TestFields:
             Calibration(data=(b for b in batches(1)))
         vouched = Calibration(data=(b for b in batches(1, 2)), fingerprint="mine")
         assert len(list(vouched.feed([X]))) == 2
+
+    def test_a_one_shot_iterator_is_not_resumed(self) -> None:
+        """After a run that broke off, what is left of a generator must not pass for the whole data."""
+        vouched = Calibration(data=(b for b in batches(1, 2, 3)), fingerprint="mine")
+        next(vouched.feed([X]))
+        with pytest.raises(ConfigError, match="an earlier run has used it"):
+            next(vouched.feed([X]))
 
     def test_key_parts(self) -> None:
         """Everything that changes a table is in its key; the percentile only where it is used."""
@@ -183,6 +197,17 @@ class TestChecks:
         """Empty data is an error, not an empty table."""
         with pytest.raises(ConfigError, match="holds no batch"):
             fingerprint([])
+
+    def test_fewer_batches_than_asked_for(self, tmp_path: Path) -> None:
+        """Asking for more batches than there are is refused, or the key would claim data that was never seen."""
+        with pytest.raises(ConfigError, match="holds 2 batches, and batches=3 asks for more"):
+            fingerprint(batches(1, 2), batches=3)
+        with pytest.raises(ConfigError, match="holds 2 batches"):
+            list(Calibration(data=batches(1, 2), batches=3, fingerprint="mine").feed([X]))
+        np.save(tmp_path / "only.npy", batch(1)["x"])
+        with pytest.raises(ConfigError, match="holds 1 batches"):
+            fingerprint(tmp_path, batches=2)
+        assert fingerprint(batches(1, 2), batches=2) == fingerprint(batches(1, 2))
 
     def test_factory_must_return_an_iterable(self) -> None:
         """A function that returns something else is named as the culprit."""
@@ -338,12 +363,61 @@ class TestFolder:
         (fed,) = source.feed([X])
         assert np.array_equal(fed["x"], batch(7)["x"])
 
+    @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes from Python 3.11 on")
+    def test_failing_loader(self, folder: Path) -> None:
+        """What a loader raises comes out unchanged, with a note of the file that it was reading."""
+
+        def load(path: Path) -> Any:
+            raise KeyError("no such label")
+
+        with pytest.raises(KeyError, match="no such label") as caught:
+            Calibration(data=folder, loader=load).check([X])
+        assert caught.value.__notes__ == [f"while making a calibration batch of {folder / 'a.npz'}"]
+
     def test_random_loader_is_detected(self, folder: Path) -> None:
         """Files are fingerprinted without the loader, so a random one must be noticed by itself."""
         rng = np.random.default_rng()
         source = Calibration(data=folder, loader=lambda _: rng.normal(size=(1, 3, 4)).astype(np.float32))
         with pytest.raises(ConfigError, match="two different batches"):
             source.check([X])
+
+    def test_loader_that_is_seldom_random_is_detected(self, folder: Path) -> None:
+        """Augmentation that spares the first file is noticed at one of the later ones that are loaded twice."""
+        calls: list[Path] = []
+
+        def load(path: Path) -> Any:
+            calls.append(path)
+            return batch(len(calls) if path.name == "b.npy" else 0)["x"]
+
+        with pytest.raises(ConfigError, match=r"two different batches of .*b\.npy"):
+            list(Calibration(data=folder, loader=load).feed([X]))
+
+    def test_another_loader_is_other_data(self, folder: Path) -> None:
+        """Files are fingerprinted without their loader, so its name is part of the key unless the caller says more."""
+
+        def one(path: Path) -> Any:
+            return np.load(path)
+
+        def two(path: Path) -> Any:
+            return np.load(path) / 255
+
+        keys = [Calibration(data=folder, loader=load).key_parts("f")["preprocess"] for load in (one, two, None)]
+        assert len(set(keys)) == 3
+        assert keys[0].startswith("loader:")
+        assert keys[2] is None
+        assert Calibration(data=folder, loader=one, preprocess="v1").key_parts("f")["preprocess"] == "v1"
+        vouched = Calibration(data=folder, loader=one, fingerprint="mine")
+        assert vouched.key_parts("f") == Calibration(fingerprint="mine").key_parts("f")
+
+    def test_files_that_changed_meanwhile(self, folder: Path) -> None:
+        """A file that is replaced, added or removed during a run is noticed at its end."""
+        source = Calibration(data=folder)
+        before = source.find_fingerprint([X])
+        source.check_unchanged(before)
+        np.save(folder / "b.npy", batch(9)["x"])
+        with pytest.raises(ConfigError, match="changed during the calibration"):
+            source.check_unchanged(before)
+        Calibration(data=folder, fingerprint="mine").check_unchanged("given:mine")
 
     def test_misfit_is_found_by_the_first_file(self, folder: Path) -> None:
         """A folder for another model is refused by a look at its first file; data that is no folder is not touched."""
@@ -358,6 +432,28 @@ class TestFolder:
             fingerprint(tmp_path / "none")
         with pytest.raises(ConfigError, match=r"holds no \.npy or \.npz files; for other kinds pass a loader"):
             fingerprint(tmp_path)
+
+    @pytest.mark.parametrize(("name", "keep"), [("a.npy", 90), ("a.npz", 60), ("a.npz", -20), ("a.npy", 0)])
+    def test_torn_files_are_named(self, tmp_path: Path, name: str, keep: int) -> None:
+        """A file that was cut off is refused by name, whatever numpy and zipfile raise for it."""
+        path = tmp_path / name
+        if name.endswith("npz"):
+            np.savez(path, **batch(1))
+        else:
+            np.save(path, batch(1)["x"])
+        path.write_bytes(path.read_bytes()[:keep])
+        with pytest.raises(ConfigError, match=rf"{name} cannot be read as numpy data"):
+            Calibration(data=tmp_path).check([X])
+
+    def test_damage_inside_an_archive(self, tmp_path: Path) -> None:
+        """A flipped byte in a compressed member is refused too."""
+        path = tmp_path / "a.npz"
+        np.savez_compressed(path, **batch(1))
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 0xFF
+        path.write_bytes(data)
+        with pytest.raises(ConfigError, match="cannot be read as numpy data"):
+            Calibration(data=tmp_path).check([X])
 
     def test_pickled_arrays_are_refused(self, tmp_path: Path) -> None:
         """An array file that needs pickle is never loaded."""
@@ -385,6 +481,18 @@ class TestDataLoader:
         assert fingerprint(DataLoader(samples)) == expected
         assert fingerprint(DataLoader([{"x": sample} for sample in samples])) == expected
         assert fingerprint(DataLoader([(sample,) for sample in samples])) == expected
+
+    def test_stream_without_a_length(self) -> None:
+        """A DataLoader over a stream has a __len__ that raises; its batches are fed all the same, their number open."""
+
+        class Stream(DataLoader):
+            def __len__(self) -> int:
+                raise TypeError("object of type 'IterableDataset' has no len()")
+
+        samples = [batch(seed, size=1)["x"][0] for seed in range(4)]
+        assert Calibration(data=Stream(samples)).expected_batches is None
+        assert Calibration(data=Stream(samples), batches=1).expected_batches == 1
+        assert fingerprint(Stream(samples)) == fingerprint(DataLoader(samples))
 
     def test_labels_are_not_taken_for_inputs(self) -> None:
         """Image and label for a model of one input is ambiguous, and refused with advice."""

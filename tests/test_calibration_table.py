@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trt_warmcache.calibration_table import CalibrationTable, diff, read_table, version_number
+from trt_warmcache.calibration_files import read_table
+from trt_warmcache.calibration_table import CalibrationTable, diff, version_number
 from trt_warmcache.errors import ConfigError, IntegrityError, ModelError, WarmCacheError
 
 if TYPE_CHECKING:
@@ -191,8 +192,24 @@ class TestDiff:
         assert difference.added == ("new",)
         assert difference.removed == ("gone",)
         assert [(change.name, change.ratio) for change in difference.changed] == [("down", 0.5), ("up", 1.5)]
-        assert str(difference).splitlines()[0] == "+ new"
-        assert "~ down: 1 -> 0.5 (x0.5)" in str(difference)
+        assert str(difference).splitlines() == [
+            "~ down: 1 -> 0.5 (x0.5)",
+            "~ up: 1 -> 1.5 (x1.5)",
+            "+ new",
+            "- gone",
+        ]
+
+    def test_long_differences_are_cut(self) -> None:
+        """With a limit only the largest changes are named, and the rest is counted; at the limit nothing is cut."""
+        difference = diff(table(a=1, b=1, c=1, old=1), table(a=2, b=8, c=4, new=1))
+        assert difference.to_text(2).splitlines() == [
+            "~ b: 1 -> 8 (x8)",
+            "~ c: 1 -> 4 (x4)",
+            "  ... and 1 more changed",
+            "+ new",
+            "- old",
+        ]
+        assert difference.to_text(3) == str(difference)
 
     def test_equal_tables(self) -> None:
         """No difference is falsy, whatever the headers; NaN equals NaN here."""
@@ -231,10 +248,21 @@ class TestCoverage:
         assert caught.value.matching == 1  # type: ignore[attr-defined]
         assert caught.value.mismatching == 3  # type: ignore[attr-defined]
 
+    def test_half_is_not_enough(self) -> None:
+        """A table belongs to the model that knows more than half of its tensors, not to one that knows half."""
+        assert table(a=1, b=1, x=1).check(["a", "b"]).unknown == ("x",)
+        with pytest.raises(ModelError, match="1 of its 2 tensors"):
+            table(a=1, x=1).check(["a", "b"])
+
     def test_tensorrts_own_tensors_are_no_mismatch(self) -> None:
         """Tensors that TensorRT itself added do not make a table foreign, and fused ones may be absent."""
         scales = {"a": 1.0, **{f"(Unnamed Layer* {i}) [Shuffle]_output": 0.0 for i in range(9)}}
         assert CalibrationTable(8601, "EntropyCalibration2", scales).check(["a", "b", "c", "d"]).matched == ("a",)
+
+    def test_table_without_a_usable_scale_is_refused(self) -> None:
+        """Names alone are not enough: with nothing but zeros and infinities there is nothing to quantize by."""
+        with pytest.raises(ModelError, match=r"no usable scale.* all 2"):
+            table(a=0, b=math.inf).check(["a", "b"])
 
     def test_empty_table_is_refused(self) -> None:
         """A table without tensors fits no model."""
@@ -288,29 +316,46 @@ class TestFiles:
         with pytest.raises(IntegrityError, match="larger than"):
             read_table(path)
 
-    def test_onnxruntime_files(self, tmp_path: Path) -> None:
-        """All files that ONNX Runtime writes are read; only JSON keeps the range of negative tensors."""
+    def test_onnxruntime_files(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """All files that ONNX Runtime writes are read; only JSON keeps the ranges of negative tensors.
+
+        The others lost them when they were written. A range that shows it is not usable, and a warning tells of the rest.
+        """
         calibrate = pytest.importorskip("onnxruntime.quantization.calibrate")
         np = pytest.importorskip("numpy")
         from onnxruntime.quantization.quant_utils import write_calibration_table
 
         data = {
             "a b: c": calibrate.TensorData(lowest=np.float32(-1), highest=np.float32(2.54)),
-            "negative": calibrate.TensorData(lowest=np.array(-5, np.float32), highest=np.array([1], np.float32)),
+            "mostly": calibrate.TensorData(lowest=np.array(-5, np.float32), highest=np.array([1], np.float32)),
+            "never above": calibrate.TensorData(lowest=np.float32(-5), highest=np.float32(-1)),
+            "up to 0": calibrate.TensorData(lowest=np.float32(-5), highest=np.float32(0)),
         }
         write_calibration_table(data, str(tmp_path))
         whole = calibrate.TensorsData(calibrate.CalibrationMethod.MinMax, data)
         calibrate.save_tensors_data(whole, tmp_path / "tensors.json")
-        for name, negative in (
-            ("calibration.json", 5),
-            ("tensors.json", 5),
-            ("calibration.flatbuffers", 1),
-            ("calibration.cache", 1),
+        for name, whole_ranges in (
+            ("calibration.json", True),
+            ("tensors.json", True),
+            ("calibration.flatbuffers", False),
+            ("calibration.cache", False),
         ):
-            found = read_table(tmp_path / name, algorithm="MinMaxCalibration")
-            assert found.algorithm == "MinMaxCalibration"
+            found = read_table(tmp_path / name)
+            assert found.algorithm == ("MinMaxCalibration" if name == "tensors.json" else "EntropyCalibration2")
+            assert read_table(tmp_path / name, algorithm="MinMaxCalibration").algorithm == "MinMaxCalibration"
+            caplog.clear()
+            read_table(tmp_path / name)
             assert found.scales["a b: c"] == pytest.approx(0.02), name
-            assert found.scales["negative"] == pytest.approx(negative / 127), name
+            coverage = found.coverage(data)
+            if whole_ranges:
+                assert coverage.complete, name
+                assert all(found.scales[tensor] == pytest.approx(5 / 127) for tensor in list(data)[1:]), name
+                assert not caplog.records
+            else:
+                assert found.scales["mostly"] == pytest.approx(1 / 127), name
+                assert set(coverage.unusable) == {"never above", "up to 0"}, name
+                assert "calibration.json" in caplog.text
+                assert name in caplog.text
 
     def test_older_onnxruntime_json(self, tmp_path: Path) -> None:
         """Releases up to 1.16 wrote pairs; NaN stays NaN whatever its place."""
@@ -325,7 +370,7 @@ class TestFiles:
     @given(st.binary(max_size=120))
     def test_flipped_flatbuffers_raise_only_our_errors(self, junk: bytes) -> None:
         """Damage in the binary format never escapes as an index or memory error."""
-        from trt_warmcache.calibration_table import _from_flatbuffers
+        from trt_warmcache.calibration_files import _from_flatbuffers
 
         for data in (junk, struct.pack("<I", 16) + bytes(12) + junk):
             with contextlib.suppress(WarmCacheError):

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from trt_warmcache.calibration_data import Calibration, InputSpec
+from trt_warmcache.calibration_batches import InputSpec
+from trt_warmcache.calibration_data import Calibration
 from trt_warmcache.calibration_table import CalibrationTable
 from trt_warmcache.calibrators import CalibratorOutcome, CudaBuffers, TorchBuffers, make_calibrator
 from trt_warmcache.errors import BuildError, ConfigError, IntegrityError
@@ -225,6 +226,18 @@ class TestFailures:
         tensorrt_builds(calibrator, ("x", "mask"))
         with pytest.raises(ConfigError, match="batch 1 lacks input 'mask'"):
             calibrator.finish()
+
+    @pytest.mark.parametrize("rows", [1, 8])
+    def test_batches_of_another_shape(self, rows: int) -> None:
+        """TensorRT would read past a smaller batch, and leave out the rest of a larger one, without a word."""
+        shelf = Shelf()
+        odd = {"x": np.ones((rows, 2), np.float32), "y": np.ones((rows, 1), np.float32)}
+        calibrator, buffers = make([*data(2), odd], shelf)
+        tensorrt_builds(calibrator)
+        with pytest.raises(ConfigError, match=r"one shape, and batch 3 has 'x' as \(\d, 2\) after \(4, 2\)"):
+            calibrator.finish()
+        assert len(buffers.uploads) == 2
+        assert shelf.writes == 0
 
     def test_device_failure(self) -> None:
         """No device memory is an error of the build."""

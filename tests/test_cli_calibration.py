@@ -13,8 +13,11 @@ import pytest
 from click.testing import CliRunner, Result
 from tests.test_calibration import batch, conv_model
 
-from trt_warmcache.calibration_table import CalibrationTable, read_table
+import trt_warmcache as twc
+from trt_warmcache.calibration_files import read_table
+from trt_warmcache.calibration_table import CalibrationTable
 from trt_warmcache.cli import EXIT_DAMAGED, EXIT_FAILED, EXIT_MISS, EXIT_USAGE, main
+from trt_warmcache.cli_calibration import _names
 
 pytest.importorskip("onnxruntime")
 
@@ -24,6 +27,9 @@ import numpy as np
 
 def load(path):
     return np.full((1, 3, 8, 8), float(path.read_text()), np.float32)
+
+def fails(path):
+    raise OSError("torn picture")
 
 not_a_function = 3
 """
@@ -114,9 +120,45 @@ def test_loader(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(f"texts/{number}.txt").write_text(str(number))
     arguments = ("calibrate", "conv.onnx", "--data", "texts", "--loader")
     assert "calibrated" in run(*arguments, "loaders_for_this_test:load").stdout
+    assert "preprocessing loader:load\n" in run("calib", "show", "conv").stdout
     for wrong in ("load", "loaders_for_this_test:lod", "no_such_module:load", "loaders_for_this_test:not_a_function"):
         run(*arguments, wrong, code=EXIT_USAGE)
     assert "holds no .npy" in run("calibrate", "conv.onnx", "--data", "texts", code=EXIT_USAGE).stderr
+
+
+def test_failing_loader_names_the_file(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a loader raises is told in one line, with the file that it could not read; so is a module that breaks."""
+    Path("failing_loaders_for_this_test.py").write_text(LOADER)
+    Path("broken_module_for_this_test.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    asked = ("calibrate", "conv.onnx", "--data", "data", "--loader")
+    failed = run(*asked, "failing_loaders_for_this_test:fails", code=EXIT_USAGE)
+    assert "fails cannot read data/0.npy: OSError: torn picture." in failed.stderr
+    assert "ZeroDivisionError" in run(*asked, "broken_module_for_this_test:load", code=EXIT_USAGE).stderr
+    assert json.loads(run("calib", "ls", "--json").stdout) == []
+
+
+def test_build_takes_what_calibrate_takes(run: Any) -> None:
+    """Percentile and version of the data name the same table in `build` as in `calibrate`; Q/DQ filters reach the key."""
+    pytest.importorskip("tensorrt_rtx")
+    made = calibrate(run, "--algorithm", "percentile", "--percentile", "99", "--data-version", "1")
+    asked = ["--calib-data", "data", "--calib-algorithm", "percentile", "--calib-percentile", "99"]
+    asked += ["--calib-data-version", "1"]
+    plain = json.loads(run("key", "conv.onnx", *PROFILE, *asked, "--json").stdout)
+    assert plain["parts"]["calibration"] == made["table"]
+    how = ("--qdq-min-channels", "1", "--qdq-exclude", "second")
+    filtered = json.loads(run("key", "conv.onnx", *PROFILE, *asked, *how, "--json").stdout)
+    assert (filtered["parts"]["qdq"]["min_channels"], filtered["parts"]["qdq"]["nodes_exclude"]) == (1, ["second"])
+    asked[3] = "entropy"
+    assert "belongs to --calib-algorithm" in run("key", "conv.onnx", *PROFILE, *asked, code=EXIT_USAGE).stderr
+
+
+def test_provider(run: Any) -> None:
+    """A provider that this ONNX Runtime lacks is refused by name rather than replaced by the CPU; the CPU may be named."""
+    asked = ("calibrate", "conv.onnx", "--data", "data", "--provider")
+    refused = run(*asked, "NoSuchExecutionProvider", code=EXIT_USAGE)
+    assert "has no NoSuchExecutionProvider; it has " in refused.stderr
+    assert run(*asked, "CPUExecutionProvider").stdout.startswith("calibrated")
 
 
 def test_diff(run: Any, tmp_path: Path) -> None:
@@ -135,6 +177,11 @@ def test_diff(run: Any, tmp_path: Path) -> None:
     [change] = json.loads(run("calib", "diff", "other.calib", "more.calib", "--json").stdout)["changed"]
     assert (change["tensor"], change["before"], change["ratio"]) == ("new", "inf", "nan")
     assert run("calib", "diff", "other.calib", "other.calib").stdout.startswith("no differences\n0 changed")
+    assert len(run("calib", "diff", a["key"], b["key"], "--limit", "1").stdout.splitlines()) == 3
+    assert len(run("calib", "diff", a["key"], b["key"], "--limit", "0").stdout.splitlines()) == 5
+    Path("foreign.calib").write_bytes(CalibrationTable(0, "MinMaxCalibration", {"p": 0.5}).to_bytes())
+    assert "tables of different models" in run("calib", "diff", a["key"], "foreign.calib").stdout
+    assert "There is no file typo.calib" in run("calib", "diff", a["key"], "typo.calib", code=EXIT_MISS).stderr
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the plot extra")
@@ -181,15 +228,56 @@ def test_import_export(run: Any) -> None:
     assert Path(wrote).suffix == ".calib"
     assert read_table(wrote) == read_table("old.cache")
     Path("other.cache").write_text("TRT-8601-MinMaxCalibration\nx: 3f800000\na: 3d000000\n")
-    again = json.loads(run("calib", "import", "other.cache", "conv.onnx", "--fingerprint", "set-1", "--json").stdout)
-    assert again["outcome"] == "kept another"
+    again = ("calib", "import", "other.cache", "conv.onnx", "--fingerprint", "set-1")
+    assert json.loads(run(*again, "--json", code=EXIT_FAILED).stdout)["outcome"] == "kept another"
+    told = run(*again, code=EXIT_FAILED)
+    assert told.stdout.startswith("kept another: ")
+    assert (
+        told.stderr.count("is stored with other scales already; those stay") == 1
+    )  # as an event, not from the log too
     shown = run("calib", "show", imported["key"]).stdout
     assert "samples       not known (imported)" in shown
+
+
+def test_nothing_is_stored(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that takes no entry makes the command fail: what it was asked for is not there afterwards."""
+
+    def refuse(*_: Any) -> None:
+        raise twc.StoreError("full", reason=twc.StoreReason.FULL)
+
+    monkeypatch.setattr("trt_warmcache.stores._local.LocalStore.put_blob", refuse)
+    failed = run("calibrate", "conv.onnx", "--data", "data", code=EXIT_FAILED)
+    assert failed.stdout.startswith("calibrated: ")
+    assert "Not stored, so the work is lost" in failed.stderr
+    run("calibrate", "conv.onnx", "--data", "data", "--json", code=EXIT_FAILED)
+
+
+def test_tables_that_lost_ranges(run: Any) -> None:
+    """A table of ONNX Runtime without the negative ranges is imported with a warning, each time and once each."""
+    Path("calibration.cache").write_text("x 1.5\na -0.5\nb 2.0\ny 3.0\n")
+    for _ in range(2):
+        told = run("calib", "import", "calibration.cache", "conv.onnx")
+        assert told.stderr.count("warning: Calibration table calibration.cache holds only the larger") == 1
+        assert "1 tensors unusable: a\n" in told.stdout
+    assert "warning" not in run("calib", "import", "calibration.cache", "conv.onnx", "--json").stderr
+
+
+def test_gaps_are_named(run: Any) -> None:
+    """Import and show name the tensors without a usable scale; where more are lacking than are listed, they say so."""
+    Path("gaps.cache").write_text("TRT-8601-MinMaxCalibration\nx: 3caa54fc\na: 0\nb: 7f800000\n")
+    imported = run("calib", "import", "gaps.cache", "conv.onnx", "--name", "gaps").stdout
+    assert "1 tensors missing: y\n" in imported
+    assert "2 tensors unusable: a, b\n" in imported
+    shown = run("calib", "show", "gaps").stdout
+    assert "tensors       1 matched, 1 missing, 2 unusable\nmissing       y\nunusable      a, b\n" in shown
+    assert _names(["b", "a"], 5) == "a, b and 3 more"
 
 
 def test_import_refuses(run: Any) -> None:
     """A missing file, a damaged one and a table of another model are told apart by exit code and message."""
     run("calib", "import", "none.cache", "conv.onnx", code=EXIT_USAGE)
+    unused = run("calib", "import", "none.cache", "conv.onnx", "--batches", "2", code=EXIT_USAGE)
+    assert "give --fingerprint too" in unused.stderr
     Path("bad.cache").write_text("TRT-8601-EntropyCalibration2\nx: zz\n")
     run("calib", "import", "bad.cache", "conv.onnx", code=EXIT_DAMAGED)
     Path("foreign.cache").write_text("TRT-8601-EntropyCalibration2\nx: 3d000000\np: 3d000000\nq: 3d000000\n")

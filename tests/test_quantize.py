@@ -1,10 +1,9 @@
-"""Ranges from ONNX Runtime, Q/DQ nodes from tables, and real int8 builds with TensorRT-RTX on a CPU."""
+"""Q/DQ nodes from tables, and real int8 builds with TensorRT-RTX on a CPU."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from trt_warmcache import quantize
+from trt_warmcache import calibration_run, quantize
 from trt_warmcache.calibration_data import Calibration
 from trt_warmcache.calibration_table import CalibrationTable
 from trt_warmcache.errors import ConfigError, ModelError
@@ -174,158 +173,6 @@ def producer(model: bytes, tensor: str) -> str:
     return next(str(node.op_type) for node in onnx.load_model_from_string(model).graph.node if tensor in node.output)
 
 
-class TestCalibrate:
-    def test_minmax_is_the_largest_magnitude_of_every_tensor(self) -> None:
-        """Min-max scales equal the largest magnitude over all batches, divided by 127, inputs and outputs included."""
-        model = small_model()
-        table = quantize.calibrate(model, calibration(3))
-        seen = [activations(model, small_batch(seed)) for seed in range(3)]
-        assert set(table.scales) == {"x", "conv1", "mid", "conv2", "out"}
-        for name, scale in table.scales.items():
-            expected = max(float(np.abs(values[name]).max()) for values in seen) / 127
-            assert scale == pytest.approx(expected, rel=1e-6), name
-
-    def test_agrees_with_onnxruntimes_own_minmax_calibrator(self, tmp_path: Path) -> None:
-        """ONNX Runtime's own calibrator, where it is exact, gives the same ranges."""
-        from onnxruntime.quantization.calibrate import MinMaxCalibrater
-
-        model = small_model()
-        onnx.save(model, tmp_path / "model.onnx")
-        theirs = MinMaxCalibrater(
-            tmp_path / "model.onnx", augmented_model_path=str(tmp_path / "a.onnx"), symmetric=True
-        )
-        theirs.augment_graph()
-        theirs.create_inference_session()
-        batches = iter([small_batch(seed) for seed in range(3)])
-
-        class Reader:
-            def get_next(self) -> Any:
-                return next(batches, None)
-
-        theirs.collect_data(Reader())
-        table = quantize.calibrate(model, calibration(3))
-        for name, data in theirs.compute_data().items():
-            assert table.scales[name] * 127 == pytest.approx(float(np.max(data.range_value[1])), rel=1e-5), name
-
-    @pytest.mark.parametrize("algorithm", ["entropy", "minmax", "percentile"])
-    def test_order_of_batches_does_not_matter(self, algorithm: str) -> None:
-        """A first batch of tiny values must neither fix the range nor blow up the histogram; the table is the same."""
-        model = small_model()
-        batches = [small_batch(seed) for seed in range(4)]
-        tiny = {"x": batches[0]["x"] * np.float32(1e-30)}
-        first = quantize.calibrate(model, Calibration(data=[tiny, *batches], algorithm=algorithm))
-        last = quantize.calibrate(model, Calibration(data=[*batches, tiny], algorithm=algorithm))
-        assert first == last
-
-    def test_percentile_clips_what_it_says(self) -> None:
-        """The percentile threshold agrees with numpy's percentile of all magnitudes."""
-        model = small_model()
-        table = quantize.calibrate(model, calibration(4, "percentile", percentile=99.0))
-        magnitudes = np.abs(np.concatenate([small_batch(seed)["x"].ravel() for seed in range(4)]))
-        assert table.scales["x"] * 127 == pytest.approx(float(np.percentile(magnitudes, 99)), rel=0.01)
-
-    def test_entropy_clips_a_lone_outlier(self) -> None:
-        """One absurd value among many must not set the entropy range, as it sets the min-max one."""
-        batch = small_batch(1, size=64)
-        batch["x"][0, 0, 0, 0] = 100
-        entropy = quantize.calibrate(small_model(), Calibration(data=[batch], algorithm="entropy")).scales["x"]
-        minmax = quantize.calibrate(small_model(), Calibration(data=[batch], algorithm="minmax")).scales["x"]
-        assert minmax * 127 == pytest.approx(100)
-        assert 2 < entropy * 127 < 20
-
-    @pytest.mark.parametrize("algorithm", ["entropy", "minmax", "percentile"])
-    def test_dead_and_infinite_tensors(self, algorithm: str) -> None:
-        """A tensor of zeros has scale 0; one that was ever infinite or NaN has none; both show up in the coverage."""
-        graph = helper.make_graph(
-            [
-                helper.make_node("Mul", ["x", "zero"], ["dead"]),
-                helper.make_node("Div", ["x", "zero"], ["infinite"]),
-            ],
-            "g",
-            [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, 16, 16])],
-            [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("dead", "infinite")],
-            [numpy_helper.from_array(np.array(0, np.float32), "zero")],
-        )
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-        batch = {"x": np.where(np.arange(768).reshape(1, 3, 16, 16) % 2, 1, 0).astype(np.float32)}
-        table = quantize.calibrate(model, Calibration(data=[batch, batch], algorithm=algorithm))
-        coverage = table.coverage(quantize.float_tensors(model))
-        assert coverage.unusable == {"dead": 0.0}
-        assert coverage.missing == ("infinite",)
-        assert coverage.matched == ("x",)
-
-    def test_side_files_and_path(self, tmp_path: Path) -> None:
-        """Weights in a side file are found beside the path, and give the same table as the whole model."""
-        model = small_model()
-        expected = quantize.calibrate(model, calibration())
-        onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0)
-        assert quantize.calibrate(tmp_path / "m.onnx", calibration()) == expected
-        assert nodes_in(quantize.insert_qdq(str(tmp_path / "m.onnx"), expected, min_channels=1))
-        (tmp_path / "m.data").unlink()
-        with pytest.raises(ModelError):
-            quantize.calibrate(tmp_path / "m.onnx", calibration())
-
-    def test_inputs(self) -> None:
-        """Dimensions without a size, with a name or with -1 may vary; initializers among the inputs are none."""
-        model = small_model()
-        dims = model.graph.input[0].type.tensor_type.shape.dim
-        dims[2].dim_value = -1
-        dims[3].ClearField("dim_value")
-        model.graph.input.append(helper.make_tensor_value_info("w1", TensorProto.FLOAT, [32, 3, 3, 3]))
-        (spec,) = quantize.model_inputs(model)
-        assert (spec.name, spec.dtype, spec.dims) == ("x", "float32", ("n", 3, None, None))
-
-    def test_errors_are_ours(self, tmp_path: Path) -> None:
-        """Missing and unreadable models, and data that does not fit, are typed errors."""
-        with pytest.raises(ModelError, match="does not exist"):
-            quantize.calibrate(tmp_path / "none.onnx", calibration())
-        (tmp_path / "junk.onnx").write_bytes(b"no model at all")
-        with pytest.raises(ModelError):
-            quantize.calibrate(tmp_path / "junk.onnx", calibration())
-        with pytest.raises(ConfigError, match="did you mean 'x'"):
-            quantize.calibrate(small_model(), Calibration(data=[{"xx": small_batch(0)["x"]}]))
-
-    def test_exception_in_the_data_passes_through(self) -> None:
-        """What the caller's data raises reaches the caller; there is no table."""
-
-        def data() -> Any:
-            yield small_batch(0)
-            raise KeyError("lost")
-
-        with pytest.raises(KeyError, match="lost"):
-            quantize.calibrate(small_model(), Calibration(data=data))
-
-    def test_progress_and_batches(self) -> None:
-        """Progress is told after each batch, and only as many batches as asked for are run."""
-        told: list[tuple[int, int | None]] = []
-        quantize.calibrate(small_model(), calibration(9, batches=3), progress=lambda *step: told.append(step))
-        assert told == [(1, 3), (2, 3), (3, 3)]
-
-    def test_changed_data_gives_no_table(self) -> None:
-        """Data that is no longer what was fingerprinted is refused at the end of the run."""
-        source = calibration(2)
-        inputs = quantize.model_inputs(small_model())
-        fingerprint = source.find_fingerprint(inputs)
-        source.data[1]["x"][0, 0, 0, 0] += 1
-        with pytest.raises(ConfigError, match="changed between two passes"):
-            quantize.calibrate(small_model(), source, fingerprint=fingerprint)
-
-    @pytest.mark.parametrize("algorithm", ["entropy", "minmax", "percentile"])
-    def test_memory_stays_flat_over_a_thousand_batches(self, algorithm: str) -> None:
-        """A thousand batches, 64 MB of activations per tensor, cost hardly more memory than ten."""
-        model = small_model()
-        peaks: list[int] = []
-
-        def progress(done: int, _: int | None) -> None:
-            if done in {50, 1000}:
-                peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-
-        source = Calibration(data=lambda: (small_batch(seed % 7) for seed in range(1000)), algorithm=algorithm)
-        quantize.calibrate(model, source, progress=progress)
-        assert len(peaks) == 2
-        assert peaks[1] - peaks[0] < 20 << 10  # KiB
-
-
 class TestInsertQdq:
     def test_scales_are_the_tables(self) -> None:
         """Activations are quantized with exactly the table's scales, symmetric int8, whatever tool made it."""
@@ -343,7 +190,9 @@ class TestInsertQdq:
 
     def test_weights_are_int8_per_output_channel(self) -> None:
         """Weights are stored as int8, each output channel reaching 127; biases stay floating point."""
-        model = quantize.insert_qdq(small_model(), quantize.calibrate(small_model(), calibration()), min_channels=1)
+        model = quantize.insert_qdq(
+            small_model(), calibration_run.calibrate(small_model(), calibration()), min_channels=1
+        )
         proto = onnx.load_model_from_string(model)
         constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
         weights = [array for array in constants.values() if array.dtype == np.int8 and array.ndim == 4]
@@ -355,7 +204,7 @@ class TestInsertQdq:
 
     def test_per_tensor_weights(self) -> None:
         """With per_channel_weights=False a weight has one scale."""
-        table = quantize.calibrate(small_model(), calibration())
+        table = calibration_run.calibrate(small_model(), calibration())
         proto = onnx.load_model_from_string(
             quantize.insert_qdq(small_model(), table, min_channels=1, per_channel_weights=False)
         )
@@ -364,7 +213,9 @@ class TestInsertQdq:
 
     def test_outputs_and_unchosen_nodes_keep_the_unrounded_tensor(self) -> None:
         """`mid` feeds a quantized Conv, a residual Add and is an output: only the Conv may see rounded values."""
-        model = quantize.insert_qdq(small_model(), quantize.calibrate(small_model(), calibration()), min_channels=1)
+        model = quantize.insert_qdq(
+            small_model(), calibration_run.calibrate(small_model(), calibration()), min_channels=1
+        )
         nodes = nodes_in(model)
         assert producer(model, nodes["second"].input[0]) == "DequantizeLinear"
         assert nodes["residual"].input[1] == "mid"
@@ -372,7 +223,7 @@ class TestInsertQdq:
 
     def test_filters(self) -> None:
         """Excluded nodes, other operators and nodes of few channels stay as they are."""
-        table = quantize.calibrate(small_model(), calibration())
+        table = calibration_run.calibrate(small_model(), calibration())
         assert set(scales_in(quantize.insert_qdq(small_model(), table))) == {"mid"}  # `first` has three channels
         only = quantize.insert_qdq(small_model(), table, min_channels=1, nodes_exclude=["second"])
         assert set(scales_in(only)) == {"x"}
@@ -395,10 +246,18 @@ class TestInsertQdq:
 
     def test_table_of_another_model_is_refused_with_counts(self) -> None:
         """A table whose tensors are another model's is refused, and the message counts them."""
-        table = quantize.calibrate(small_model(prefix="other_"), calibration())
+        table = calibration_run.calibrate(small_model(prefix="other_"), calibration())
         with pytest.raises(ModelError, match="4 of its 5 tensors") as caught:
             quantize.insert_qdq(small_model(), table)
         assert caught.value.mismatching == 4  # type: ignore[attr-defined]
+
+    def test_quantized_models_are_refused(self) -> None:
+        """A model that has Q nodes already, all over or in places, is not quantized a second time."""
+        table = calibration_run.calibrate(small_model(), calibration())
+        once = quantize.insert_qdq(small_model(), table, min_channels=1, nodes_exclude=["second"])
+        again = calibration_run.calibrate(once, calibration())
+        with pytest.raises(ConfigError, match=r"quantized already.*without a calibration"):
+            quantize.insert_qdq(once, again, min_channels=1)
 
     def test_shared_weight_keeps_its_values(self) -> None:
         """A weight that is read elsewhere too, such as a tied embedding, is not rounded for the other reader."""
@@ -422,17 +281,17 @@ class TestInsertQdq:
         )
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
         data = [{"x": rng.normal(size=(4, 32)).astype(np.float32)}]
-        table = quantize.calibrate(model, Calibration(data=data, algorithm="minmax"))
+        table = calibration_run.calibrate(model, Calibration(data=data, algorithm="minmax"))
         assert set(scales_in(quantize.insert_qdq(model, table))) == {"a"}
 
     def test_bytes_do_not_depend_on_the_hash_seed(self, tmp_path: Path) -> None:
         """Equal model and table give equal bytes in every process, or equal engines would not be found again."""
         onnx.save(small_model(), tmp_path / "m.onnx")
-        quantized = quantize.calibrate(small_model(), calibration())
+        quantized = calibration_run.calibrate(small_model(), calibration())
         (tmp_path / "t").write_bytes(quantized.to_bytes())
         code = (
-            "import hashlib,sys; from trt_warmcache import quantize, calibration_table as c;"
-            "t=c.read_table(sys.argv[2]); m=quantize.insert_qdq(sys.argv[1], t, min_channels=1);"
+            "import hashlib,sys; from trt_warmcache import quantize, read_table;"
+            "t=read_table(sys.argv[2]); m=quantize.insert_qdq(sys.argv[1], t, min_channels=1);"
             "print(hashlib.sha256(m).hexdigest())"
         )
         digests = {
@@ -452,7 +311,7 @@ class TestInsertQdq:
         """A float16 model calibrates, quantizes and builds."""
         model = small_model(dtype=TensorProto.FLOAT16, opset=opset)
         data = [{"x": small_batch(seed)["x"].astype(np.float16)} for seed in range(2)]
-        table = quantize.calibrate(model, Calibration(data=data, algorithm="entropy"))
+        table = calibration_run.calibrate(model, Calibration(data=data, algorithm="entropy"))
         quantized = quantize.insert_qdq(model, table, min_channels=1)
         got, want = run(quantized, data[0])[0], run(model.SerializeToString(), data[0])[0]
         assert cosine(got, want) > 0.99
@@ -461,7 +320,7 @@ class TestInsertQdq:
     def test_needs_nothing_heavy_to_import(self) -> None:
         """The modules load neither numpy nor onnx nor onnxruntime until they are used."""
         code = (
-            "import sys; from trt_warmcache import quantize, calibrators, calibration_data;"
+            "import sys; from trt_warmcache import calibration_run, quantize, calibrators, calibration_data;"
             "print(sorted({'numpy', 'onnx', 'onnxruntime', 'google.protobuf', 'torch', 'cuda'} & set(sys.modules)))"
         )
         done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -471,7 +330,7 @@ class TestInsertQdq:
         """Neither step changes the caller's model."""
         model = small_model()
         before = model.SerializeToString(deterministic=True)
-        quantize.insert_qdq(model, quantize.calibrate(model, calibration()), min_channels=1)
+        quantize.insert_qdq(model, calibration_run.calibrate(model, calibration()), min_channels=1)
         assert model.SerializeToString(deterministic=True) == before
 
 
@@ -489,8 +348,8 @@ class TestRealModels:
 
         def cosines(algorithm: str) -> tuple[list[float], bytes]:
             source = Calibration(data=lambda: ({"x": detection_input(i)} for i in range(32)), algorithm=algorithm)
-            table = quantize.calibrate(path, source)
-            assert table.coverage(quantize.float_tensors(path)).complete
+            table = calibration_run.calibrate(path, source)
+            assert table.coverage(calibration_run.float_tensors(path)).complete
             model = quantize.insert_qdq(path, table)
             return [cosine(run(model, b)[0], r) for b, r in zip(held_out, reference, strict=True)], model
 
@@ -505,7 +364,7 @@ class TestRealModels:
         """YOLOv8n: cosine above 0.995 on held-out pictures, and a plan at most 0.8 of the fp32 one."""
         path = yolo_model()
         source = Calibration(data=lambda: ({"images": yolo_input(i)} for i in range(32)), algorithm="entropy")
-        model = quantize.insert_qdq(path, quantize.calibrate(path, source))
+        model = quantize.insert_qdq(path, calibration_run.calibrate(path, source))
         for seed in range(4):
             batch = {"images": yolo_input(1000 + seed)}
             assert cosine(run(model, batch)[0], run(path, batch)[0]) > 0.995

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from trt_warmcache.builders import BuilderCapabilities, BuildInputs, BuildOutput, EngineBuilder, Progress
     from trt_warmcache.calibration import CalibrationTables, StoredTable
     from trt_warmcache.calibration_data import Calibration, CalibrationAlgorithm, CalibrationRunner, QdqOptions
-    from trt_warmcache.calibration_table import CalibrationTable, read_table
+    from trt_warmcache.calibration_files import read_table
+    from trt_warmcache.calibration_table import CalibrationTable
     from trt_warmcache.engine import Engine, Outcome
     from trt_warmcache.errors import (
         BuildError,
@@ -141,7 +142,7 @@ _HOME = {
     "CalibrationRunner": "trt_warmcache.calibration_data",
     "QdqOptions": "trt_warmcache.calibration_data",
     "CalibrationTable": "trt_warmcache.calibration_table",
-    "read_table": "trt_warmcache.calibration_table",
+    "read_table": "trt_warmcache.calibration_files",
     "Engine": "trt_warmcache.engine",
     "Outcome": "trt_warmcache.engine",
     "BuildError": "trt_warmcache.errors",

@@ -10,10 +10,10 @@ from typing import Any
 
 from trt_warmcache._version import __version__
 from trt_warmcache.builders import BuildInputs, BuildOutput, EngineBuilder, Progress, isolated
-from trt_warmcache.calibration import bytes_for_builder, quantized
 from trt_warmcache.call import Call
 from trt_warmcache.errors import BuildError, BuildTimeout, WarmCacheError
 from trt_warmcache.events import EventKind, Events
+from trt_warmcache.int8 import bytes_for_builder, quantized
 from trt_warmcache.judge import History, fingerprint
 from trt_warmcache.manifest import Provenance
 from trt_warmcache.memo import DigestMemo

@@ -15,23 +15,23 @@ from __future__ import annotations
 import os
 import platform
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from trt_warmcache import manifest as manifests
-from trt_warmcache import onnx_graph, quantize
+from trt_warmcache import onnx_graph
+from trt_warmcache._onnxruntime import CPU, runtime_version
 from trt_warmcache._version import __version__
 from trt_warmcache.builders import CalibrationRun
-from trt_warmcache.calibration_data import Calibration, CalibrationRunner, InputSpec, QdqOptions
-from trt_warmcache.calibration_table import CalibrationTable, Coverage, usable
+from trt_warmcache.calibration_data import Calibration, CalibrationRunner
+from trt_warmcache.calibration_run import Measured, measure
+from trt_warmcache.calibration_table import CalibrationTable, Coverage
+from trt_warmcache.calibration_vetoes import Vetoes
 from trt_warmcache.errors import (
     BuildError,
     BuildTimeout,
@@ -42,17 +42,17 @@ from trt_warmcache.errors import (
     WarmCacheError,
 )
 from trt_warmcache.events import EventKind, Events
-from trt_warmcache.keys import CalibrationKey, Kind, calibration_key
+from trt_warmcache.int8 import activations, coverage_of, input_specs, model_at_hand
+from trt_warmcache.keys import CalibrationKey, calibration_key
 from trt_warmcache.manifest import Labels, Manifest, Provenance
 from trt_warmcache.memo import DigestMemo
 from trt_warmcache.model import ModelSource, file_digest
 from trt_warmcache.names import readable_name
-from trt_warmcache.options import BuildOptions
 from trt_warmcache.singleflight import SingleFlight, WaitLimits, acquire_or_find
 from trt_warmcache.stores import Store
 from trt_warmcache.target import Target
 
-__all__ = ["ROLE", "CalibrationTables", "Limits", "StoredTable", "bytes_for_builder", "quantized", "route"]
+__all__ = ["ROLE", "CalibrationTables", "Limits", "StoredTable"]
 
 #: Role of the payload: a table in TensorRT's text format.
 ROLE = "calibration"
@@ -61,11 +61,6 @@ ROLE = "calibration"
 _NAMED = 20
 
 _DIGEST = re.compile("[0-9a-f]{64}")
-_MAX_VETO_BYTES = 1 << 20
-#: A hit must not ask a far layer every time whether somebody noted a veto; so long an answer holds.
-_VETO_SECONDS = 60.0
-#: Writers of a veto note that collide read and try again; more collisions in a row than this mean something else.
-_ATTEMPTS = 32
 
 
 @dataclass(frozen=True)
@@ -100,32 +95,6 @@ class Limits:
     checkpoint: Callable[[], None] = lambda: None
 
 
-def route(
-    options: BuildOptions, calibration: Calibration, *, takes_tables: bool
-) -> tuple[BuildOptions, QdqOptions | None]:
-    """How int8 reaches the engine: by the table itself, or by Q/DQ nodes made of it.
-
-    Classic TensorRT up to 10.16 reads tables; its int8 option is switched on then. TensorRT 11 and TensorRT-RTX have
-    no calibrators, and strongly typed networks refuse them, so there the model gets Q/DQ nodes.
-
-    Args:
-        options: The request's options.
-        calibration: The request's calibration.
-        takes_tables: Whether the builder reads tables.
-
-    Returns:
-        The options to build with, and how to insert Q/DQ nodes; None where the builder reads the table.
-
-    Raises:
-        ConfigError: The options forbid int8.
-    """
-    if options.int8 is False:
-        raise ConfigError("The request has a calibration and int8=False. Leave one of them out.")
-    if not takes_tables or options.strongly_typed:
-        return options, calibration.qdq
-    return replace(options, int8=True), None
-
-
 class CalibrationTables:
     """The calibration entries of a store.
 
@@ -142,21 +111,30 @@ class CalibrationTables:
         self._memo = memo
         self._events = events
         self._flights: SingleFlight[StoredTable] = SingleFlight()
-        self._known_vetoes: dict[str, tuple[float, dict[str, str]]] = {}
+        self._vetoes = Vetoes(store, events)
 
     # ---- identity ---------------------------------------------------------------------------------------------
 
     def key(
-        self, source: ModelSource, calibration: Calibration, *, name: str | None = None, version: str | None = None
+        self,
+        source: ModelSource,
+        calibration: Calibration,
+        *,
+        name: str | None = None,
+        version: str | None = None,
+        checkpoint: Callable[[], None] = lambda: None,
     ) -> CalibrationKey:
         """The key of a table: model content, data, algorithm, batches and preprocessing tag; never a GPU.
 
-        Reads the data where its fingerprint is made of the batches; a folder's files are hashed once and remembered.
+        Reads the data where its fingerprint is made of the batches, calling `checkpoint` after each; a folder's files are
+        hashed once and remembered.
 
         Raises:
             ConfigError: Data that does not fit the model.
         """
-        fingerprint = calibration.find_fingerprint(_inputs(source), digest_file=self._digest_file)
+        fingerprint = calibration.find_fingerprint(
+            input_specs(source), digest_file=self._digest_file, checkpoint=checkpoint
+        )
         label = readable_name(
             name or source.stem,
             version or source.digest.rpartition(":")[2][:8],
@@ -257,10 +235,17 @@ class CalibrationTables:
             IntegrityError: The entry is damaged and may not be made anew.
             StoreError: The store could not answer.
         """
-        key = self.key(source, calibration, name=name, version=version) if known is None else known.key
-        job = _Job(source, calibration, key, verify, degrade, limits or Limits(), name, version, tensorrt)
-        self._refuse_vetoed(job, target)
+        limits = limits or Limits()
         given = calibration.load_table()
+        if given is not None:  # read once, so that key and table are of the same file
+            calibration = replace(calibration, table=given)
+        key = (
+            self.key(source, calibration, name=name, version=version, checkpoint=limits.checkpoint)
+            if known is None
+            else known.key
+        )
+        job = _Job(source, calibration, key, verify, degrade, limits, name, version, tensorrt)
+        self._vetoes.refuse(key, target, degrade=degrade)
         if given is not None and not verify:
             return StoredTable(key, given.digest, None, given)
         try:
@@ -405,16 +390,16 @@ class CalibrationTables:
         began = time.time()
         try:
             job.limits.checkpoint()
-            job.calibration.check(_inputs(job.source))
+            job.calibration.check(input_specs(job.source))
             if job.calibration.runner is CalibrationRunner.TENSORRT:
                 measured, by = self._measure_with_tensorrt(job, progress), "tensorrt"
             else:
                 with model_at_hand(job.source) as model:
-                    measured = quantize.measure(
-                        model, job.calibration, fingerprint=key.parts["data"], progress=progress
-                    )
-                by = f"onnxruntime {_version_of('onnxruntime')}"
+                    measured = measure(model, job.calibration, fingerprint=key.parts["data"], progress=progress)
+                devices = [name for name in job.calibration.providers if name not in CPU]
+                by = " ".join(("onnxruntime", runtime_version(), *devices))
             job.source.verify_unchanged()
+            job.calibration.check_unchanged(key.parts["data"], digest_file=self._digest_file)
         except BaseException as error:
             # What the caller's own data raised goes to the caller as it is.
             text = f"{key.name}: {error.message if isinstance(error, WarmCacheError) else repr(error)}"
@@ -437,19 +422,20 @@ class CalibrationTables:
         coverage = measured.table.coverage(measured.tensors)
         return self.publish(key, measured.table, coverage, facts=facts, provenance=made, labels=job.labels)
 
-    def _measure_with_tensorrt(self, job: _Job, progress: Callable[[int, int | None], None]) -> quantize.Measured:
+    def _measure_with_tensorrt(self, job: _Job, progress: Callable[[int, int | None], None]) -> Measured:
         """The same as with ONNX Runtime, but TensorRT pulls the batches."""
         if job.tensorrt is None:
             raise ConfigError(
                 "runner='tensorrt' needs a builder with INT8 calibrators, which is classic TensorRT 8.6 to 10.16, and a request that says what to build: EngineManager.get. TensorRT 11 and TensorRT-RTX have none: use runner='onnxruntime', whose table becomes Q/DQ nodes there."
             )
-        inputs = _inputs(job.source)
-        first = next(job.calibration.feed(inputs))
+        inputs = input_specs(job.source)
+        feed = job.calibration.feed(inputs, expected=job.key.parts["data"])
+        first = next(feed)  # its shapes are needed beforehand, and a one-shot iterator cannot be asked twice
         count = {"batches": 0, "samples": 0}
         total = job.calibration.expected_batches
 
         def batches() -> Iterator[Mapping[str, Any]]:
-            for number, batch in enumerate(job.calibration.feed(inputs, expected=job.key.parts["data"]), start=1):
+            for number, batch in enumerate(chain([first], feed), start=1):
                 yield batch
                 shape = next(iter(batch.values())).shape
                 count["batches"], count["samples"] = number, count["samples"] + (shape[0] if shape else 1)
@@ -461,11 +447,11 @@ class CalibrationTables:
             text = f"{job.key.name}: TensorRT calibrated and wrote no table"
             self._events.emit(EventKind.CALIBRATION_UNWRITTEN, key=job.key.digest, label=job.key.name, text=text)
             raise BuildError(f"{text}, so nothing was stored. Use runner='onnxruntime', or look at TensorRT's log.")
-        return quantize.Measured(table, _activations(job.source, table), **count)
+        return Measured(table, activations(job.source, table), **count)
 
     def _take(self, job: _Job, table: CalibrationTable) -> StoredTable:
         """Store a table that the request brought along, checked against the model first."""
-        return self.publish(job.key, table, _coverage(job.source, table), labels=job.labels)
+        return self.publish(job.key, table, coverage_of(job.source, table), labels=job.labels)
 
     def publish(
         self,
@@ -551,12 +537,12 @@ class CalibrationTables:
         """
         key = self.key(source, calibration, name=name, version=version)
         labels = Labels(name=name or source.stem, version=version or "", model=source.stem, entry=key.name)
-        return self.publish(key, table, _coverage(source, table), facts=facts, labels=labels)
+        return self.publish(key, table, coverage_of(source, table), facts=facts, labels=labels)
 
     # ---- vetoes -----------------------------------------------------------------------------------------------
 
     def vetoes(self, digest: str) -> dict[str, str]:
-        """GPUs on which a table is not to be used, with the reasons.
+        """GPUs on which a table is not to be used, with the reasons; see :meth:`veto`.
 
         Args:
             digest: Digest of the table's key.
@@ -564,7 +550,7 @@ class CalibrationTables:
         Raises:
             IntegrityError: The note is damaged.
         """
-        return _decode_veto(digest, self._store.read(_veto_name(digest), limit=_MAX_VETO_BYTES))
+        return self._vetoes.of(digest)
 
     def veto(self, digest: str, gpu: str, note: str | None) -> dict[str, str]:
         """Note that a table is not to be used on a GPU, because accuracy is poor there; the entry itself stays.
@@ -581,53 +567,7 @@ class CalibrationTables:
             MissError: No such entry.
             StoreError: The note could not be stored.
         """
-        if not gpu.strip():
-            raise ConfigError("Name the GPU that the veto is for.")
-        if self._store.manifest(Kind.CALIBRATION, digest) is None:
-            raise MissError(f"No calibration table {digest[:12]} is stored in {self._store.url}.", key=digest)
-        name = _veto_name(digest)
-        for _ in range(_ATTEMPTS):
-            before = self._store.read(name, limit=_MAX_VETO_BYTES)
-            vetoes = _decode_veto(digest, before)
-            if note is None:
-                vetoes.pop(gpu, None)
-            else:
-                vetoes[gpu] = note
-            data = msgspec.json.encode({"format": manifests.FORMAT, "gpus": vetoes}, order="sorted")
-            if data == before:
-                return vetoes
-            written = (
-                self._store.create(name, data) if before is None else self._store.swap(name, data, expected=before)
-            )
-            if written:
-                self._known_vetoes.pop(digest, None)
-                return vetoes
-        raise StoreError(
-            f"The veto on {digest[:12]} could not be written: other writers were faster {_ATTEMPTS} times. Try again.",
-            store=self._store.url,
-        )
-
-    def _refuse_vetoed(self, job: _Job, target: Target | None) -> None:
-        if target is None:
-            return
-        until, vetoes = self._known_vetoes.get(job.key.digest, (0.0, {}))
-        if time.monotonic() >= until:
-            try:
-                vetoes = self.vetoes(job.key.digest)
-            except StoreError:
-                if not job.degrade:
-                    raise
-                return
-            self._known_vetoes[job.key.digest] = (time.monotonic() + _VETO_SECONDS, vetoes)
-        names = {target.gpu, target.gpu_type, target.compute_capability, *target.compute_capabilities}
-        for gpu, note in vetoes.items():
-            if gpu in names:
-                self._events.emit(EventKind.MISS, key=job.key.digest, label=job.key.name, reason="vetoed", gpu=gpu)
-                raise MissError(
-                    f"Calibration table {job.key.name} ({job.key.digest[:12]}) is vetoed for {gpu}: {note} Calibrate with other data or another algorithm for it, or lift the veto.",
-                    key=job.key.digest,
-                    reason="vetoed",
-                )
+        return self._vetoes.note(digest, gpu, note)
 
 
 @dataclass(frozen=True)
@@ -648,92 +588,3 @@ class _Job:
     def labels(self) -> Labels:
         stem = self.source.stem
         return Labels(name=self.name or stem, version=self.version or "", model=stem, entry=self.key.name)
-
-
-def quantized(source: ModelSource, table: CalibrationTable, how: QdqOptions, *, memo: DigestMemo) -> ModelSource:
-    """The model with Q/DQ nodes made of a table; equal arguments give equal bytes.
-
-    Raises:
-        ConfigError: An excluded node that does not exist, or nothing to quantize.
-        ModelError: The model cannot be read, or the table belongs to another model.
-    """
-    with model_at_hand(source) as model:
-        data = quantize.insert_qdq(
-            model,
-            table,
-            op_types=how.op_types,
-            nodes_exclude=how.nodes_exclude,
-            per_channel_weights=how.per_channel_weights,
-            min_channels=how.min_channels,
-        )
-    source.verify_unchanged()
-    return ModelSource.open(data, memo=memo)
-
-
-def bytes_for_builder(table: CalibrationTable) -> bytes:
-    """A table as a builder may have it: in TensorRT's text format, without scales that are zero or not finite.
-
-    TensorRT leaves tensors without a scale in floating point; what it does with an unusable scale is its own secret.
-    """
-    scales = {name: scale for name, scale in table.scales.items() if usable(scale)}
-    return CalibrationTable(table.version, table.algorithm, scales).to_bytes()
-
-
-@contextmanager
-def model_at_hand(source: ModelSource) -> Iterator[Path | bytes]:
-    """A model in the form that tools for ONNX take: its bytes, or a path where it has side files."""
-    if not source.summary.external:
-        yield source.read()
-    elif source.local_path is not None:
-        yield source.local_path
-    else:
-        with tempfile.TemporaryDirectory(prefix="trt_warmcache-") as folder:
-            yield source.stage(Path(folder))
-
-
-def _inputs(source: ModelSource) -> tuple[InputSpec, ...]:
-    return tuple(InputSpec(tensor.name, tensor.dtype, tensor.dims) for tensor in source.summary.inputs)
-
-
-def _coverage(source: ModelSource, table: CalibrationTable) -> Coverage:
-    """How a table made elsewhere fits the model.
-
-    Raises:
-        ModelError: It belongs to another model.
-    """
-    table.check(onnx_graph.tensor_names(source.read()), model=source.stem)
-    return table.coverage(_activations(source, table))
-
-
-def _activations(source: ModelSource, table: CalibrationTable) -> tuple[str, ...]:
-    """The model's floating-point activations, as far as can be told."""
-    try:
-        with model_at_hand(source) as model:
-            return quantize.float_tensors(model)
-    except ConfigError:
-        # Without ONNX Runtime nobody tells which tensors are activations, so none can be said to be missing.
-        return tuple(name for name in onnx_graph.tensor_names(source.read()) if name in table.scales)
-
-
-def _version_of(package: str) -> str:
-    from importlib.metadata import version
-
-    return version(package)
-
-
-def _veto_name(digest: str) -> str:
-    return f"{Kind.CALIBRATION.value}/{digest[:2]}/{digest}.veto"
-
-
-def _decode_veto(digest: str, data: bytes | None) -> dict[str, str]:
-    if data is None:
-        return {}
-    try:
-        document = msgspec.json.decode(data, type=dict[str, Any])
-        return msgspec.convert(document.get("gpus"), dict[str, str])
-    except msgspec.MsgspecError as error:
-        raise IntegrityError(
-            f"The veto note of calibration table {digest[:12]} is damaged ({error}); delete it and note the veto again.",
-            name=_veto_name(digest),
-            reason="veto",
-        ) from error

@@ -7,27 +7,25 @@ time, so the size of a data set does not matter.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
-from trt_warmcache._fields import nearest_name, strict_fields, to_enum
-from trt_warmcache.calibration_table import CalibrationTable, read_table
+from trt_warmcache._fields import strict_fields, to_enum
+from trt_warmcache._words import Word
+from trt_warmcache.calibration_batches import Batch, BatchHasher, InputSpec, check_batch, framed, load_arrays
+from trt_warmcache.calibration_files import read_table
+from trt_warmcache.calibration_table import CalibrationTable
 from trt_warmcache.errors import ConfigError, MissError
 
 if TYPE_CHECKING:
     import os
 
-    import numpy as np
 
-__all__ = ["QDQ_RECIPE", "Calibration", "CalibrationAlgorithm", "CalibrationRunner", "InputSpec", "QdqOptions"]
+__all__ = ["QDQ_RECIPE", "Calibration", "CalibrationAlgorithm", "CalibrationRunner", "QdqOptions"]
 
-Batch: TypeAlias = "dict[str, np.ndarray[Any, Any]]"
-"""Input name to array, the whole batch."""
 
 QDQ_RECIPE: Final = 1
 """Goes up whenever the same table and options would give another Q/DQ model. The version of ONNX Runtime does not
@@ -40,7 +38,7 @@ _AGAIN: Final = (
 )
 
 
-class CalibrationAlgorithm(str, Enum):
+class CalibrationAlgorithm(Word):
     """How a tensor's range is chosen."""
 
     ENTROPY = "entropy"
@@ -49,8 +47,6 @@ class CalibrationAlgorithm(str, Enum):
     """The largest magnitude seen; nothing is clipped."""
     PERCENTILE = "percentile"
     """Clips the largest magnitudes; see :attr:`Calibration.percentile`. Not known to TensorRT's own calibrators."""
-
-    __str__ = str.__str__
 
     @property
     def header(self) -> str:
@@ -63,7 +59,7 @@ class CalibrationAlgorithm(str, Enum):
         return cls.MINMAX if name == cls.MINMAX.header else cls.ENTROPY
 
 
-class CalibrationRunner(str, Enum):
+class CalibrationRunner(Word):
     """What runs the model over the data."""
 
     ONNXRUNTIME = "onnxruntime"
@@ -71,27 +67,6 @@ class CalibrationRunner(str, Enum):
     TENSORRT = "tensorrt"
     """TensorRT's own calibrators, 8.6 to 10.16, on the GPU and as part of a build. It names fused tensors as that
     version fuses them."""
-
-    __str__ = str.__str__
-
-
-@dataclass(frozen=True)
-class InputSpec:
-    """One input of a model, as far as data can be checked against it.
-
-    Attributes:
-        name: The input.
-        dtype: numpy's name of its type, such as ``"float32"``.
-        dims: Size per dimension, anything but an int for one that may vary; None when the rank is unknown.
-    """
-
-    name: str
-    dtype: str
-    dims: tuple[int | str | None, ...] | None
-
-    def __str__(self) -> str:
-        shape = "any shape" if self.dims is None else "x".join(str(d) if isinstance(d, int) else "?" for d in self.dims)
-        return f"{self.name} ({self.dtype}, {shape or 'scalar'})"
 
 
 @strict_fields
@@ -149,17 +124,19 @@ class Calibration:
             a model of one input, a sequence of arrays for several in the model's order. None to use only what is
             stored already.
         algorithm: ``"entropy"``, ``"minmax"`` or ``"percentile"``.
-        batches: Use this many batches from the front; None for all.
+        batches: Use this many batches from the front, and refuse data that has fewer; None for all.
         fingerprint: The caller's own name for data and order, instead of one computed from the bytes. With it the
             data is read only when a table must be made, and may be left out where one is stored.
         preprocess: The caller's own version of what happens between files and batches; part of the key. Change it
-            whenever `loader` or the pipeline behind `data` changes.
+            whenever `loader` or the pipeline behind `data` changes. Left out, the name of `loader` stands in for it.
         table: A finished table, or the path of one; then nothing is calibrated and no data is needed.
         loader: For folders: makes one batch of one file. Files are taken in the order of their names.
         version: For folders: the caller's version of the files. The fingerprint is then made of names, sizes and this
             rather than of the files' bytes.
         percentile: Share of the magnitudes that is kept, in percent, for ``"percentile"``.
         runner: ``"onnxruntime"`` or ``"tensorrt"``; part of the key.
+        providers: ONNX Runtime's execution providers in order of preference, such as ``("CUDAExecutionProvider",)``, which
+            needs the package onnxruntime-gpu; CPU if left out. Not part of the key: ranges differ by rounding only.
         qdq: How the table becomes Q/DQ nodes, for TensorRT 11 and TensorRT-RTX. Not part of the table's key.
 
     Raises:
@@ -176,7 +153,9 @@ class Calibration:
     version: str | None = None
     percentile: float = 99.99
     runner: CalibrationRunner | str = CalibrationRunner.ONNXRUNTIME
+    providers: Sequence[str] = ("CPUExecutionProvider",)
     qdq: QdqOptions = QdqOptions()
+    _walked: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "algorithm", to_enum(CalibrationAlgorithm, self.algorithm, "algorithm"))
@@ -185,13 +164,19 @@ class Calibration:
             raise ConfigError("TensorRT's own calibrators know no percentile: runner='onnxruntime' does.")
         if self.batches is not None and (type(self.batches) is not int or self.batches < 1):
             raise ConfigError(f"batches must be a positive whole number or None for all, not {self.batches!r}.")
-        if not 50 < self.percentile <= 100:
+        share: object = self.percentile
+        if not isinstance(share, (int, float)) or not 50 < share <= 100:
             raise ConfigError(f"percentile must lie above 50 and at most at 100, not {self.percentile!r}.")
         for name in ("fingerprint", "preprocess", "version"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 hint = " Do the preprocessing in loader or data." if callable(value) else ""
                 raise ConfigError(f"{name} is a text of your choice that changes when what it stands for does.{hint}")
+        if isinstance(self.providers, str) or not self.providers or not all(isinstance(p, str) for p in self.providers):
+            raise ConfigError(
+                f"providers is a sequence of names such as CUDAExecutionProvider, not {self.providers!r}."
+            )
+        object.__setattr__(self, "providers", tuple(self.providers))
         if not isinstance(self.qdq, QdqOptions):
             raise ConfigError(f"qdq must be QdqOptions, not {self.qdq!r}.")
         if self.table is not None and (self.data is not None or self.fingerprint is not None):
@@ -210,7 +195,7 @@ class Calibration:
     def _check_source(self) -> None:
         if self._is_folder:
             return
-        if isinstance(self.data, Mapping) or not (callable(self.data) or hasattr(self.data, "__iter__")):
+        if isinstance(self.data, (Mapping, bytes)) or not (callable(self.data) or hasattr(self.data, "__iter__")):
             raise ConfigError(
                 "data must be an iterable of batches, a function returning one, a folder or a DataLoader, "
                 f"not {type(self.data).__name__}. For a single batch, write [batch]."
@@ -233,7 +218,10 @@ class Calibration:
         """How many batches there will be, for showing progress; None where only walking the data would tell."""
         if self._is_folder:
             return len(self.files())
-        known = len(self.data) if hasattr(self.data, "__len__") else None
+        try:
+            known = len(self.data)
+        except TypeError:  # has none, or is a DataLoader over a stream, whose __len__ raises
+            known = None
         return min((count for count in (known, self.batches) if count is not None), default=None)
 
     def load_table(self) -> CalibrationTable | None:
@@ -249,13 +237,26 @@ class Calibration:
             "data": data_fingerprint,
             "algorithm": algorithm,
             "batches": self.batches,
-            "preprocess": self.preprocess,
+            "preprocess": self.preprocess or self._loader_tag,
         }
         # A table that is given was made by whoever made it.
         other = self.runner is not CalibrationRunner.ONNXRUNTIME and self.table is None
         return {**parts, "runner": str(self.runner)} if other else parts
 
-    def find_fingerprint(self, inputs: Sequence[InputSpec], *, digest_file: Callable[[Path], str] | None = None) -> str:
+    @property
+    def _loader_tag(self) -> str | None:
+        """What stands for the preprocessing where files are fingerprinted and nothing was said of their loader."""
+        if self.loader is None or self.fingerprint is not None:
+            return None
+        return f"loader:{getattr(self.loader, '__qualname__', type(self.loader).__qualname__)}"
+
+    def find_fingerprint(
+        self,
+        inputs: Sequence[InputSpec],
+        *,
+        digest_file: Callable[[Path], str] | None = None,
+        checkpoint: Callable[[], None] = lambda: None,
+    ) -> str:
         """The fingerprint of data and order.
 
         A given one is returned as it is, without touching the data. For a folder it is made of the files, without
@@ -264,6 +265,7 @@ class Calibration:
         Args:
             inputs: The model's inputs.
             digest_file: Hex digest of a file's bytes; hand in one that remembers. BLAKE3 by default.
+            checkpoint: Called after each batch that is read; what it raises ends the pass.
 
         Raises:
             ConfigError: Data that does not fit the model, or none at all.
@@ -275,9 +277,10 @@ class Calibration:
             return f"table:{table.digest}"
         if self._is_folder:
             return self._fingerprint_files(digest_file or _digest_file)
-        hasher = _BatchHasher()
+        hasher = BatchHasher()
         for batch in self.feed(inputs):
             hasher.update(batch)
+            checkpoint()
         return hasher.fingerprint
 
     def check(self, inputs: Sequence[InputSpec]) -> None:
@@ -308,10 +311,18 @@ class Calibration:
                 "No calibration table is stored for this model and fingerprint, and the request has no data to make "
                 "one. Pass Calibration(data=..., fingerprint=...) once where the data is, or import the table."
             )
-        hasher = _BatchHasher() if expected is not None and self.computes_fingerprint else None
+        if isinstance(self.data, Iterator):
+            if self._walked:
+                # what is left of it would go into the store as if it were all
+                raise ConfigError(
+                    "data is a one-shot iterator, and an earlier run has used it. Pass a new one, or a function that "
+                    "makes it anew (data=lambda: batches())."
+                )
+            object.__setattr__(self, "_walked", True)
+        hasher = BatchHasher() if expected is not None and self.computes_fingerprint else None
         number = 0
         for number, raw in enumerate(islice(self._source(inputs), self.batches), start=1):
-            batch = _check_batch(raw, inputs, number)
+            batch = check_batch(raw, inputs, number)
             if hasher is not None:
                 hasher.update(batch)
             yield batch
@@ -321,12 +332,39 @@ class Calibration:
             raise ConfigError(
                 "The calibration data holds no batch. Check the folder, or that the iterable is not used up."
             )
+        self._check_count(number)
+
+    def check_unchanged(self, expected: str, *, digest_file: Callable[[Path], str] | None = None) -> None:
+        """Look at the files of a folder again, after they were read; batches are compared by :meth:`feed`.
+
+        Args:
+            expected: What :meth:`find_fingerprint` returned before.
+            digest_file: As there.
+
+        Raises:
+            ConfigError: They are not what was fingerprinted.
+        """
+        if (
+            self._is_folder
+            and self.fingerprint is None
+            and self._fingerprint_files(digest_file or _digest_file) != expected
+        ):
+            raise ConfigError(
+                f"Files in {self.data} changed during the calibration. Calibrate again when it is at rest."
+            )
+
+    def _check_count(self, found: int) -> None:
+        if self.batches is not None and found < self.batches:
+            raise ConfigError(
+                f"The calibration data holds {found} batches, and batches={self.batches} asks for more. Give more data, "
+                "or leave batches out to use all there is."
+            )
 
     def files(self) -> list[Path]:
         """The files of a folder, in the order they are used.
 
         Raises:
-            ConfigError: No such folder, or nothing usable in it.
+            ConfigError: No such folder, or nothing usable or too little in it.
         """
         root = Path(self.data).expanduser()
         if not root.is_dir():
@@ -341,6 +379,7 @@ class Calibration:
         if not found:
             what = "files" if self.loader is not None else ".npy or .npz files; for other kinds pass a loader"
             raise ConfigError(f"The calibration folder {root} holds no {what}.")
+        self._check_count(len(found))
         return sorted(found, key=lambda path: path.relative_to(root).as_posix())[: self.batches]
 
     def _fingerprint_files(self, digest_file: Callable[[Path], str]) -> str:
@@ -351,7 +390,7 @@ class Calibration:
         for path in self.files():
             content = f"version:{self.version}" if self.version is not None else digest_file(path)
             for part in (path.relative_to(root).as_posix(), str(path.stat().st_size), content):
-                hasher.update(_framed(part.encode("utf-8", "surrogateescape")))
+                hasher.update(framed(part.encode("utf-8", "surrogateescape")))
         return f"files:{hasher.hexdigest()}"
 
     def _source(self, inputs: Sequence[InputSpec]) -> Iterable[Any]:
@@ -367,128 +406,27 @@ class Calibration:
         return made  # type: ignore[no-any-return]
 
     def _load_files(self, inputs: Sequence[InputSpec]) -> Iterator[Any]:
-        load = self.loader or _load_arrays
+        load = self.loader or load_arrays
         for position, path in enumerate(self.files()):
-            batch = load(path)
-            if position == 0 and self.loader is not None and self.fingerprint is None:
-                # files are fingerprinted without the loader, so nothing else would notice a random one
-                pair = [_BatchHasher(), _BatchHasher()]
-                pair[0].update(_check_batch(batch, inputs, 1))
-                pair[1].update(_check_batch(load(path), inputs, 1))
+            try:
+                batch = load(path)
+            except Exception as error:
+                if hasattr(error, "add_note"):  # from Python 3.11 on
+                    error.add_note(f"while making a calibration batch of {path}")
+                raise
+            # Files are fingerprinted without the loader, so nothing else would notice a random one. The first file and
+            # ever fewer of the others are loaded twice, because a flip of a coin may spare one.
+            sampled = position & (position + 1) == 0
+            if sampled and self.loader is not None and self.fingerprint is None:
+                pair = [BatchHasher(), BatchHasher()]
+                pair[0].update(check_batch(batch, inputs, position + 1))
+                pair[1].update(check_batch(load(path), inputs, position + 1))
                 if pair[0].fingerprint != pair[1].fingerprint:
                     raise ConfigError(f"The loader made two different batches of {path}. {_AGAIN}")
             yield batch
-
-
-class _BatchHasher:
-    """Order-sensitive hash of names, types, shapes and bytes of a stream of batches."""
-
-    def __init__(self) -> None:
-        from blake3 import blake3
-
-        self._hasher = blake3()
-
-    def update(self, batch: Batch) -> None:
-        import numpy as np
-
-        self._hasher.update(struct.pack("<I", len(batch)))
-        for name, array in sorted(batch.items()):
-            little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-            shape = "x".join(map(str, array.shape))
-            for part in (name, little.dtype.name, shape):
-                self._hasher.update(_framed(part.encode()))
-            self._hasher.update(little.reshape(-1).view(np.uint8).data)
-
-    @property
-    def fingerprint(self) -> str:
-        return f"batches:{self._hasher.hexdigest()}"
-
-
-def _framed(part: bytes) -> bytes:
-    return struct.pack("<I", len(part)) + part
 
 
 def _digest_file(path: Path) -> str:
     from blake3 import blake3
 
     return blake3().update_mmap(path).hexdigest()
-
-
-def _load_arrays(path: Path) -> Any:
-    import numpy as np
-
-    try:
-        # Pickled arrays stay refused: calibration data often comes from elsewhere.
-        content = np.load(path, allow_pickle=False)
-        if path.suffix.lower() == ".npy":
-            return content
-        with content as archive:
-            return dict(archive.items())
-    except (ValueError, OSError, EOFError) as error:
-        raise ConfigError(f"Calibration file {path} cannot be read as numpy data: {error}.") from error
-
-
-def _check_batch(raw: Any, inputs: Sequence[InputSpec], number: int) -> Batch:
-    batch = {name: _to_array(value, name, number) for name, value in _by_name(raw, inputs, number).items()}
-    specs = {spec.name: spec for spec in inputs}
-    for name in batch:
-        if name not in specs:
-            nearest = nearest_name(str(name), specs)
-            hint = f"; did you mean {nearest!r}" if nearest else ""
-            raise ConfigError(f"Calibration batch {number}: the model has no input {name!r}{hint}. {_inputs(inputs)}")
-    for spec in inputs:
-        if spec.name not in batch:
-            raise ConfigError(f"Calibration batch {number} lacks input {spec.name!r}. {_inputs(inputs)}")
-        _check_array(batch[spec.name], spec, number)
-    return batch
-
-
-def _by_name(raw: Any, inputs: Sequence[InputSpec], number: int) -> Mapping[str, Any]:
-    if isinstance(raw, Mapping):
-        return raw
-    values = raw if isinstance(raw, (tuple, list)) else (raw,)
-    if len(values) != len(inputs):
-        raise ConfigError(
-            f"Calibration batch {number} has {len(values)} parts for {len(inputs)} inputs, so which is which is "
-            f"unclear (labels, perhaps). Yield dicts of input name to array. {_inputs(inputs)}"
-        )
-    return {spec.name: value for spec, value in zip(inputs, values, strict=True)}
-
-
-def _to_array(value: Any, name: str, number: int) -> np.ndarray[Any, Any]:
-    import numpy as np
-
-    if hasattr(value, "detach"):  # a torch tensor, possibly on a GPU or inside a graph
-        value = value.detach().cpu().numpy()
-    array = np.asarray(value)
-    if array.dtype.hasobject or array.dtype.kind not in "biufc":
-        raise ConfigError(f"Calibration batch {number}: {name!r} holds {array.dtype}, not numbers.")
-    return array
-
-
-def _check_array(array: np.ndarray[Any, Any], spec: InputSpec, number: int) -> None:
-    import numpy as np
-
-    where = f"Calibration batch {number}, input {spec.name!r}"
-    if array.dtype.name != spec.dtype:
-        raise ConfigError(
-            f"{where}: the model takes {spec.dtype}, the data is {array.dtype.name}. "
-            f"Convert it, e.g. with .astype('{spec.dtype}')."
-        )
-    dims = spec.dims
-    if dims is not None and (
-        array.ndim != len(dims)
-        or any(isinstance(d, int) and d != size for d, size in zip(dims, array.shape, strict=True))
-    ):
-        hint = " A batch needs its leading dimension: array[None]." if array.ndim == len(dims) - 1 else ""
-        raise ConfigError(
-            f"{where}: the model takes {spec}, the data has shape {'x'.join(map(str, array.shape))}.{hint}"
-        )
-    if not array.size:
-        raise ConfigError(f"{where} is empty (shape {array.shape}).")
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise ConfigError(f"{where} holds NaN or infinity, which would spoil every range. Check the preprocessing.")
-
-
-def _inputs(inputs: Sequence[InputSpec]) -> str:
-    return f"Its inputs: {'; '.join(map(str, inputs))}."

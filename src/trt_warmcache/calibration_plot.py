@@ -44,11 +44,13 @@ def plot_scales(
     left, right = figure.subplots(1, 2)
     _histogram(left, scales, list(names))
     left.set(xscale="log", xlabel="scale (range / 127)", ylabel="tensors", title="Scales")
-    left.legend()
+    left.legend(reverse=True)  # matplotlib draws, and lists, the last series first
     if ratios:
         _histogram(right, [ratios], None)
         right.axvline(1.0, color="black", linewidth=1)
-    right.set(xscale="log", xlabel=f"{names[1]} / {names[0]}", title=f"Change of {len(ratios)} common tensors")
+    right.set(xlabel=f"{names[1]} / {names[0]}", ylabel="tensors", title=f"Change of {len(ratios)} common tensors")
+    right.set_xscale("log", base=2)
+    right.xaxis.set_major_formatter("x{x:g}")
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:

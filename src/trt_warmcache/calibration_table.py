@@ -1,4 +1,4 @@
-"""INT8 calibration tables: TensorRT's text format, checks against a model, and files of other tools.
+"""INT8 calibration tables: TensorRT's text format, and checks against a model.
 
 A table maps tensor names to scales. Its first line names a TensorRT version and an algorithm; TensorRT recalibrates
 when the version is another one, although the scales mean the same everywhere, so tables are re-headed on the way out.
@@ -6,27 +6,23 @@ when the version is another one, although the scales mean the same everywhere, s
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from trt_warmcache.errors import ConfigError, IntegrityError, ModelError
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
-__all__ = ["CalibrationTable", "Coverage", "ScaleChange", "TableDiff", "diff", "read_table", "version_number"]
+__all__ = ["CalibrationTable", "Coverage", "ScaleChange", "TableDiff", "diff", "version_number"]
 
 INT8_MAX: Final = 127
 """A scale is the dynamic range divided by this: symmetric int8 leaves -128 out."""
 
-MAX_TABLE_BYTES: Final = 64 << 20  # the largest real tables hold some ten thousand tensors, about 1 MB
 _HEADER: Final = re.compile(r"TRT-(\d{1,9})-([A-Za-z0-9_]{1,64})")
 _HEX: Final = re.compile(r"[0-9A-Fa-f]{1,8}")
 _UNNAMED: Final = "(Unnamed Layer*"  # TensorRT's own names for tensors that no ONNX model knows
@@ -134,12 +130,11 @@ class CalibrationTable:
         Raises:
             IntegrityError: Anything but a whole table; ``reason`` is ``truncated`` (empty), ``header`` or ``table``.
         """
-        # not splitlines(), which also splits at characters that a tensor name may hold
-        lines = _decode(data, source).replace("\r\n", "\n").split("\n")
+        lines = text_lines(data, source)
         match = _HEADER.fullmatch(lines[0].strip())
         if match is None:
             what = f"starts with {lines[0][:60]!r}, not TRT-<version>-<algorithm> (read_table imports other formats)"
-            raise _damaged(source, what, "header")
+            raise damaged(source, what, "header")
         scales: dict[str, float] = {}
         for number, line in enumerate(lines[1:], start=2):
             if not line.strip():
@@ -147,11 +142,11 @@ class CalibrationTable:
             # tensor names may hold colons, brackets and spaces: only the last separator is one
             name, separator, digits = line.rpartition(": ")
             if not separator or not name or _HEX.fullmatch(digits.strip()) is None:
-                raise _damaged(
+                raise damaged(
                     source, f"has {line[:80]!r} in line {number}, which is not '<tensor>: <hexadecimal float>'"
                 )
             if name in scales:
-                raise _damaged(source, f"names the tensor {name!r} again in line {number}")
+                raise damaged(source, f"names the tensor {name!r} again in line {number}")
             scales[name] = struct.unpack(">f", int(digits, 16).to_bytes(4, "big"))[0]
         return cls(int(match[1]), match[2], scales)
 
@@ -195,7 +190,8 @@ class CalibrationTable:
         model's when less than half of the tensors it names occur in this one.
 
         Raises:
-            ModelError: The table is another model's; ``matching`` and ``mismatching`` count its tensors.
+            ModelError: The table is another model's, or has no usable scale at all; ``matching`` and ``mismatching``
+                count its tensors.
         """
         found = self.coverage(tensors)
         foreign = [name for name in found.unknown if not name.startswith(_UNNAMED)]
@@ -204,6 +200,13 @@ class CalibrationTable:
             raise ModelError(
                 f"The calibration table belongs to another model: {len(foreign)} of its {known + len(foreign)} tensors "
                 f"do not occur in {model} ({_some(foreign)}). Calibrate this model, or give the table made for it.",
+                matching=known,
+                mismatching=len(foreign),
+            )
+        if not found.matched:
+            raise ModelError(
+                f"The calibration table has no usable scale for {model}: all {known} are zero, negative or not finite. "
+                "Calibrate with data that looks like real inputs.",
                 matching=known,
                 mismatching=len(foreign),
             )
@@ -250,8 +253,24 @@ class TableDiff:
         return bool(self.added or self.removed or self.changed)
 
     def __str__(self) -> str:
-        lines = [f"+ {name}" for name in self.added] + [f"- {name}" for name in self.removed]
-        lines += [f"~ {c.name}: {c.before:.6g} -> {c.after:.6g} (x{c.ratio:.4g})" for c in self.changed]
+        return self.to_text()
+
+    def to_text(self, limit: int | None = None) -> str:
+        """The differences for people, one line each: what changed most, then what was added and removed.
+
+        Args:
+            limit: Name at most this many of each kind, and count the rest; None for all.
+        """
+        changed = [f"~ {c.name}: {c.before:.6g} -> {c.after:.6g} (x{c.ratio:.4g})" for c in self.changed]
+        lines: list[str] = []
+        for word, part in (
+            ("changed", changed),
+            ("added", [f"+ {name}" for name in self.added]),
+            ("removed", [f"- {name}" for name in self.removed]),
+        ):
+            lines += part[:limit]
+            if limit is not None and len(part) > limit:
+                lines.append(f"  ... and {len(part) - limit} more {word}")
         return "\n".join(lines) or "no differences"
 
 
@@ -275,156 +294,24 @@ def usable(scale: float) -> bool:
     return math.isfinite(scale) and scale > 0
 
 
-def read_table(path: str | os.PathLike[str], *, algorithm: str = "EntropyCalibration2") -> CalibrationTable:
-    """Read a table file of TensorRT, trtexec, Polygraphy or ONNX Runtime; the format is recognised by content.
-
-    ONNX Runtime writes three files: ``calibration.json`` is the one to prefer, because its ``.flatbuffers`` and
-    ``.cache`` hold only the larger of minimum and maximum, which is too small a range for mostly negative tensors.
-
-    Args:
-        path: The file.
-        algorithm: What to call the algorithm of formats that do not say it.
-
-    Raises:
-        ConfigError: No such file.
-        IntegrityError: A file that is none of these formats, or a damaged one.
-    """
-    file = Path(path)
-    source = f"Calibration table {file}"
-    try:
-        if file.stat().st_size > MAX_TABLE_BYTES:
-            raise _damaged(source, f"is larger than {MAX_TABLE_BYTES >> 20} MiB, which no table is")
-        data = file.read_bytes()
-    except FileNotFoundError:
-        raise ConfigError(f"{source} does not exist. Check the path, or leave it out to calibrate from data.") from None
-    except (IsADirectoryError, PermissionError) as error:
-        raise ConfigError(f"{source} cannot be read: {error.strerror}.") from error
-    if not data.strip():
-        raise _damaged(source, "is empty, as after an interrupted calibration", "truncated")
-    if data.startswith(b"TRT-"):
-        return CalibrationTable.parse(data, source=source)
-    if data.lstrip().startswith(b"{"):
-        ranges = _from_json(data, source)
-    elif b"\0" in data:
-        ranges = _from_flatbuffers(data, source)
-    else:
-        ranges = _from_words(data, source)
-    return CalibrationTable(0, algorithm, {name: value / INT8_MAX for name, value in ranges.items()})
+def text_lines(data: bytes | bytearray | memoryview | str, source: str) -> list[str]:
+    # not splitlines(), which also splits at characters that a tensor name may hold
+    return decode(data, source).replace("\r\n", "\n").split("\n")
 
 
-def _from_json(data: bytes, source: str) -> dict[str, float]:
-    """ONNX Runtime's JSON: objects with ``lowest`` and ``highest``, or pairs of both in older releases."""
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise _damaged(source, f"is damaged JSON ({error})") from error
-    if content.get("CLS") == "TensorsData":
-        content = content.get("data")
-    if not isinstance(content, dict) or not content:
-        raise _damaged(source, "holds no tensors")
-    ranges: dict[str, float] = {}
-    for name, entry in content.items():
-        bounds = [entry.get("lowest"), entry.get("highest")] if isinstance(entry, dict) else entry
-        numbers = [_number(bound) for bound in bounds] if isinstance(bounds, list) and len(bounds) == 2 else [None]
-        if None in numbers:
-            raise _damaged(source, f"has no lowest and highest value for tensor {name!r}")
-        ranges[name] = _largest(abs(number) for number in numbers if number is not None)
-    return ranges
-
-
-def _largest(numbers: Iterable[float]) -> float:
-    """The maximum; NaN when one is NaN, which plain max() would hide or not depending on the order."""
-    return max(numbers, key=lambda number: (math.isnan(number), number))
-
-
-def _number(value: Any) -> float | None:
-    """A number however ONNX Runtime's encoder wrapped it: plain, text, nested list or tagged numpy array."""
-    if isinstance(value, dict):
-        value = value.get("data")
-    while isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        return None
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return None
-
-
-def _from_words(data: bytes, source: str) -> dict[str, float]:
-    """ONNX Runtime's ``calibration.cache``: a name, a space and the range in decimal, per line."""
-    ranges: dict[str, float] = {}
-    for number, line in enumerate(_decode(data, source).splitlines(), start=1):
-        if not line.strip():
-            continue
-        name, _, value = line.rstrip().rpartition(" ")
-        amount = _number(value)
-        if not name or amount is None:
-            what = (
-                f"has {line[:80]!r} in line {number}, neither a header TRT-<version>-<algorithm> nor '<tensor> <range>'"
-            )
-            raise _damaged(source, what, "header" if number == 1 else "table")
-        if name in ranges:
-            raise _damaged(source, f"names the tensor {name!r} again in line {number}")
-        ranges[name] = abs(amount)
-    return ranges
-
-
-def _from_flatbuffers(data: bytes, source: str) -> dict[str, float]:
-    """ONNX Runtime's ``calibration.flatbuffers``: a root table with one vector of (key, value) string pairs."""
-
-    def u32(at: int) -> int:
-        return int(struct.unpack_from("<I", data, at)[0])
-
-    def field(table: int, slot: int) -> int:
-        """Position of a field that holds an offset, following the offset; every step is bounds-checked by struct."""
-        vtable = table - int(struct.unpack_from("<i", data, table)[0])
-        size = struct.unpack_from("<H", data, vtable)[0] if vtable >= 0 else 0
-        offset = struct.unpack_from("<H", data, vtable + slot)[0] if slot + 2 <= size else 0
-        if not offset:
-            raise ValueError("a field is missing")
-        return int(table + offset + u32(table + offset))
-
-    def text(at: int) -> str:
-        length = u32(at)
-        raw = data[at + 4 : at + 4 + length]
-        if len(raw) != length:
-            raise ValueError("a string is cut off")
-        return raw.decode()
-
-    def pairs() -> Iterator[tuple[str, float]]:
-        vector = field(u32(0), 4)
-        count = u32(vector)
-        if count > len(data) // 4:
-            raise ValueError("more entries than the file has room for")
-        for slot in range(vector + 4, vector + 4 + 4 * count, 4):
-            entry = slot + u32(slot)
-            yield text(field(entry, 4)), abs(float(text(field(entry, 6))))
-
-    ranges: dict[str, float] = {}
-    try:
-        for name, value in pairs():
-            if ranges.setdefault(name, value) is not value:
-                raise _damaged(source, f"names the tensor {name!r} twice")
-    except (struct.error, ValueError) as error:  # UnicodeDecodeError is a ValueError
-        what = f"is neither text nor a whole flatbuffers table of ONNX Runtime ({error})"
-        raise _damaged(source, what, "header") from error
-    return ranges
-
-
-def _decode(data: bytes | bytearray | memoryview | str, source: str) -> str:
+def decode(data: bytes | bytearray | memoryview | str, source: str) -> str:
     try:
         text = data if isinstance(data, str) else bytes(data).decode()
     except UnicodeDecodeError as error:
-        raise _damaged(source, f"is not text ({error})", "header") from error
+        raise damaged(source, f"is not text ({error})", "header") from error
     if not text.strip():
-        raise _damaged(source, "is empty, as after an interrupted calibration", "truncated")
+        raise damaged(source, "is empty, as after an interrupted calibration", "truncated")
     if "\0" in text:
-        raise _damaged(source, "holds NUL bytes, as after an interrupted write")
+        raise damaged(source, "holds NUL bytes, as after an interrupted write")
     return text
 
 
-def _damaged(source: str, what: str, reason: str = "table") -> IntegrityError:
+def damaged(source: str, what: str, reason: str = "table") -> IntegrityError:
     return IntegrityError(f"{source} {what}. Calibrate again or restore the file.", name=source, reason=reason)
 
 

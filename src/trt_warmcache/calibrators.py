@@ -7,10 +7,10 @@ can never write a table.
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trt_warmcache._fields import to_enum
+from trt_warmcache._words import Word
 from trt_warmcache.calibration_data import CalibrationAlgorithm
 from trt_warmcache.calibration_table import CalibrationTable, version_number
 from trt_warmcache.errors import BuildError, ConfigError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Calibrator", "CalibratorOutcome", "CudaBuffers", "DeviceBuffers", "TorchBuffers", "make_calibrator"]
 
 
-class CalibratorOutcome(str, Enum):
+class CalibratorOutcome(Word):
     """What a build did with its calibrator."""
 
     REUSED = "reused"
@@ -33,8 +33,6 @@ class CalibratorOutcome(str, Enum):
     UNWRITTEN = "unwritten"
     """No table came out, or the stored one was handed over and TensorRT asked for data all the same. An engine built
     so must not be published as calibrated."""
-
-    __str__ = str.__str__
 
 
 class DeviceBuffers(Protocol):
@@ -92,13 +90,13 @@ def make_calibrator(
     if base is None:
         raise ConfigError(
             f"This TensorRT ({getattr(trt, '__name__', 'tensorrt')} {version}) has no INT8 calibrators: 11.0 removed "
-            "them and RTX never had any. Calibrate with trt_warmcache.quantize.calibrate and build the model that "
-            "trt_warmcache.quantize.insert_qdq makes with Q/DQ nodes (extra 'int8')."
+            "them and RTX never had any. Calibrate with runner='onnxruntime' (extra 'int8'): EngineManager makes Q/DQ "
+            "nodes of its table there."
         )
     if algorithm is CalibrationAlgorithm.PERCENTILE and batches is not None:
         raise ConfigError(
-            "TensorRT's calibrators know no percentile. Use algorithm 'entropy' or 'minmax', or make the table with "
-            "trt_warmcache.quantize.calibrate and pass it as Calibration(table=...)."
+            "TensorRT's calibrators know no percentile. Use algorithm 'entropy' or 'minmax', or calibrate with "
+            "runner='onnxruntime', whose table TensorRT reads."
         )
     state = _State(version_number(version), algorithm, batches, buffers=buffers, read=read, write=write)
     return _subclass(base)(base, state)  # type: ignore[no-any-return]
@@ -126,6 +124,7 @@ class _State:
         self._read = read
         self._write = write
         self._buffers = buffers
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._asked = False
         self._table: bytes | None = None
         self._written = False
@@ -168,6 +167,15 @@ class _State:
             raise ConfigError(
                 f"Calibration batch {self.fed + 1} lacks input {missing[0]!r}; it has {', '.join(map(repr, batch))}."
             )
+        shapes = {name: tuple(batch[name].shape) for name in names}
+        self._shapes = self._shapes or shapes
+        for name, shape in shapes.items():
+            if shape != self._shapes[name]:  # TensorRT reads as much as the first batch had, whatever is there
+                raise ConfigError(
+                    f"TensorRT's calibrators take batches of one shape, and batch {self.fed + 1} has {name!r} as {shape} "
+                    f"after {self._shapes[name]}. Leave out a smaller last batch (drop_last=True of a DataLoader), or use "
+                    "runner='onnxruntime'."
+                )
         if self._buffers is None:
             self._buffers = _default_buffers()
         addresses = [self._buffers.upload(name, batch[name]) for name in names]

@@ -19,13 +19,13 @@ import click
 from trt_warmcache import cli_fleet
 from trt_warmcache._version import __version__
 from trt_warmcache.builders import select_builder
-from trt_warmcache.cli_calibration import calib, calibrate, request_calibration, request_options
+from trt_warmcache.cli_calibration import calib, calibrate
+from trt_warmcache.cli_calibration_options import request_calibration, request_options
 from trt_warmcache.cli_common import (
     date_text,
     find_entry,
     json_option,
     progress_hook,
-    size_text,
     store_argument,
     store_option,
 )
@@ -37,6 +37,7 @@ from trt_warmcache.export import export_entry, file_names
 from trt_warmcache.keys import Kind
 from trt_warmcache.manager import EngineManager
 from trt_warmcache.manifest import Manifest
+from trt_warmcache.names import size_text
 from trt_warmcache.options import BuildOptions, Preset
 from trt_warmcache.policy import Cover, OnMiss, Policy
 from trt_warmcache.profiles import parse_profile

@@ -2,142 +2,39 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from trt_warmcache.calibration import StoredTable
-from trt_warmcache.calibration_data import Calibration, CalibrationAlgorithm, CalibrationRunner
-from trt_warmcache.calibration_table import CalibrationTable, TableDiff, diff, read_table, usable
+from trt_warmcache.calibration_data import Calibration, CalibrationAlgorithm
+from trt_warmcache.calibration_files import read_table
+from trt_warmcache.calibration_table import CalibrationTable, TableDiff, diff, usable
+from trt_warmcache.cli_calibration_options import asked_for, data_options, load_function
 from trt_warmcache.cli_common import (
     date_text,
     find_entry,
     json_option,
     progress_hook,
-    size_text,
     store_argument,
     store_option,
 )
-from trt_warmcache.errors import ConfigError
+from trt_warmcache.errors import ConfigError, MissError
 from trt_warmcache.explain import stored_manifests
 from trt_warmcache.export import file_names, write_whole
 from trt_warmcache.keys import Kind
 from trt_warmcache.manager import EngineManager
 from trt_warmcache.manifest import Manifest
+from trt_warmcache.names import size_text
 
-__all__ = ["calib", "calibrate", "request_calibration", "request_options"]
+__all__ = ["calib", "calibrate"]
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 _KINDS = (Kind.CALIBRATION,)
-
-
-def _what_is_asked(command: _F) -> _F:
-    """Options that name a calibration, with or without its data."""
-    for option in reversed(
-        (
-            click.option(
-                "--algorithm",
-                type=click.Choice([algorithm.value for algorithm in CalibrationAlgorithm]),
-                default=None,
-                help="How ranges are chosen. [default: entropy, or what an imported file says]",
-            ),
-            click.option(
-                "--percentile", type=float, default=99.99, show_default=True, help="Share that is kept, in percent."
-            ),
-            click.option("--batches", type=int, default=None, help="Use this many batches; all if left out."),
-            click.option("--preprocess", metavar="TAG", default=None, help="Your version of the preprocessing."),
-            click.option("--fingerprint", metavar="NAME", default=None, help="Your own name for data and order."),
-            click.option("--name", help="A name for people; the model's file name if left out."),
-            click.option("--model-version", help="A version for people."),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-def _asked(given: dict[str, Any], **more: Any) -> Calibration:
-    return Calibration(
-        algorithm=given["algorithm"] or CalibrationAlgorithm.ENTROPY,
-        percentile=given["percentile"],
-        batches=given["batches"],
-        preprocess=given["preprocess"],
-        fingerprint=given["fingerprint"],
-        **more,
-    )
-
-
-def _loader(spec: str | None) -> Any:
-    """The function that ``package.module:function`` names."""
-    if spec is None:
-        return None
-    module, colon, name = spec.partition(":")
-    if not colon or not module or not name:
-        raise ConfigError(f"Cannot read loader {spec!r}; write package.module:function.")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"Cannot load {spec}: {error}. Is its folder in PYTHONPATH?") from error
-    if not callable(found):
-        raise ConfigError(f"{spec} is {type(found).__name__}, not a function that makes a batch of a file.")
-    return found
-
-
-def request_options(command: _F) -> _F:
-    """Options of commands that build, by which a request gets a calibration."""
-    for option in reversed(
-        (
-            click.option("--calib-data", type=click.Path(), default=None, help="INT8: folder of calibration data."),
-            click.option("--calib-loader", metavar="MODULE:FUNCTION", default=None, help="INT8: reads its files."),
-            click.option("--calib-table", type=click.Path(), default=None, help="INT8: a finished calibration table."),
-            click.option("--calib-fingerprint", metavar="NAME", default=None, help="INT8: your name for the data."),
-            click.option(
-                "--calib-algorithm",
-                type=click.Choice([algorithm.value for algorithm in CalibrationAlgorithm]),
-                default=CalibrationAlgorithm.ENTROPY.value,
-                show_default=True,
-                help="INT8: how ranges are chosen.",
-            ),
-            click.option(
-                "--calib-runner",
-                type=click.Choice([runner.value for runner in CalibrationRunner]),
-                default=CalibrationRunner.ONNXRUNTIME.value,
-                show_default=True,
-                help="INT8: what runs the model over the data; tensorrt needs a GPU and TensorRT 8.6 to 10.16.",
-            ),
-            click.option("--calib-batches", type=int, default=None, help="INT8: use this many batches."),
-            click.option(
-                "--calib-preprocess", metavar="TAG", default=None, help="INT8: your version of preprocessing."
-            ),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-def request_calibration(given: dict[str, Any]) -> Calibration | None:
-    """The calibration that these options ask for, or None.
-
-    Raises:
-        ConfigError: They contradict each other.
-    """
-    data, table, fingerprint = given["calib_data"], given["calib_table"], given["calib_fingerprint"]
-    if data is None and table is None and fingerprint is None:
-        return None
-    return Calibration(
-        data=data,
-        table=table,
-        fingerprint=fingerprint,
-        algorithm=given["calib_algorithm"],
-        batches=given["calib_batches"],
-        preprocess=given["calib_preprocess"],
-        runner=given["calib_runner"],
-        loader=_loader(given["calib_loader"]),
-    )
+_EXIT_FAILED = 1
 
 
 @contextmanager
@@ -158,12 +55,22 @@ def _manager(given: dict[str, Any], *, quiet: bool) -> Iterator[EngineManager]:
 @click.option(
     "--data-version", metavar="TEXT", default=None, help="Your version of the files; they are not hashed then."
 )
-@_what_is_asked
+@click.option(
+    "--provider",
+    "providers",
+    metavar="NAME",
+    multiple=True,
+    help="What ONNX Runtime runs on, preferred first, such as CUDAExecutionProvider; repeat it. CPU if left out.",
+)
+@data_options
 @store_option
 @json_option
 def calibrate(*, as_json: bool, **given: Any) -> None:
     """Measure the INT8 ranges of MODEL over calibration data, or find them stored; needs no GPU and no TensorRT."""
-    calibration = _asked(given, data=given["data"], loader=_loader(given["loader"]), version=given["data_version"])
+    where = {"providers": given["providers"]} if given["providers"] else {}
+    calibration = asked_for(
+        given, data=given["data"], loader=load_function(given["loader"]), version=given["data_version"], **where
+    )
     with _manager(given, quiet=as_json) as manager:
         found = manager.calibrate(given["model"], calibration, name=given["name"], version=given["model_version"])
         made = manager.counters().get("calibration_end", 0) > 0
@@ -176,16 +83,22 @@ def _tell(outcome: str, found: StoredTable, *, as_json: bool) -> None:
     if as_json:
         facts = {"key": found.key.digest, "name": found.key.name, "table": found.digest, "tensors": len(found.table)}
         click.echo(json.dumps({"outcome": outcome, **facts, "stored": found.manifest is not None, "extra": extra}))
-        return
+    else:
+        _tell_people(outcome, found, extra)
+    if found.manifest is None:
+        raise SystemExit(_EXIT_FAILED)
+
+
+def _tell_people(outcome: str, found: StoredTable, extra: dict[str, Any]) -> None:
+    assert found.table is not None
     click.echo(f"{outcome}: {found.key.name} ({found.key.digest[:12]}), {len(found.table)} tensors")
     coverage = extra.get("coverage", {})
     for word in ("missing", "unusable", "unknown"):
         if coverage.get(word):
-            click.echo(
-                f"{coverage[word]} tensors {word}: {', '.join(extra.get(word, ())) or 'see calib show --scales'}"
-            )
+            named = _names(extra[word], coverage[word]) if word in extra else "see calib show --scales"
+            click.echo(f"{coverage[word]} tensors {word}: {named}")
     if found.manifest is None:
-        click.echo("Not stored: the store takes no new entries.", err=True)
+        click.echo("Not stored, so the work is lost: the store takes no new entries.", err=True)
 
 
 @click.group()
@@ -254,11 +167,22 @@ def _rows(manifest: Manifest) -> dict[str, str]:
         "batches": "all" if parts["batches"] is None else str(parts["batches"]),
         "preprocessing": parts["preprocess"] or "-",
         "tensors": coverage or str(extra.get("tensors", "-")),
+        **{
+            word: _names(extra[word], extra.get("coverage", {}).get(word, 0))
+            for word in ("missing", "unusable")
+            if extra.get(word)
+        },
         "table": str(extra.get("table", "-")),
         "made by": str(extra.get("calibrator", "imported")),
         "made": date_text(manifest.provenance.created),
         "size": size_text(manifest.size),
     }
+
+
+def _names(names: Iterable[str], count: int) -> str:
+    """Names that a manifest lists, and how many more there are."""
+    listed = sorted(names)
+    return ", ".join(listed) + (f" and {count - len(listed)} more" if count > len(listed) else "")
 
 
 @calib.command("diff")
@@ -270,10 +194,17 @@ def _rows(manifest: Manifest) -> dict[str, str]:
     default=None,
     help="Also draw histograms of the scales (PNG, PDF or SVG).",
 )
+@click.option(
+    "--limit",
+    type=click.IntRange(min=0),
+    default=20,
+    show_default=True,
+    help="Name so many tensors of each kind, those changed most first; 0 for all.",
+)
 @store_option
 @json_option
-def diff_tables(*, before: str, after: str, plot: Path | None, as_json: bool, **given: Any) -> None:
-    """Compare two tables, stored (key or name) or files: tensors added, removed, and changed most."""
+def diff_tables(*, before: str, after: str, plot: Path | None, limit: int, as_json: bool, **given: Any) -> None:
+    """Compare two tables, stored (key or name) or files: tensors changed most, added, and removed."""
     with _manager(given, quiet=True) as manager:
         tables = [_table(manager, which) for which in (before, after)]
     first, second = tables
@@ -285,11 +216,14 @@ def diff_tables(*, before: str, after: str, plot: Path | None, as_json: bool, **
     if as_json:
         click.echo(json.dumps(_diff_json(changes)))
         return
-    click.echo(str(changes))
-    same = len(first.scales.keys() & second.scales.keys()) - len(changes.changed)
+    click.echo(changes.to_text(limit or None))
+    common = len(first.scales.keys() & second.scales.keys())
     click.echo(
-        f"{len(changes.changed)} changed, {len(changes.added)} added, {len(changes.removed)} removed, {same} the same"
+        f"{len(changes.changed)} changed, {len(changes.added)} added, {len(changes.removed)} removed, "
+        f"{common - len(changes.changed)} the same"
     )
+    if not common:
+        click.echo("No tensor is in both: these are tables of different models.")
     if plot is not None:
         click.echo(f"wrote {plot}")
 
@@ -313,28 +247,41 @@ def _number(value: float) -> float | str:
 def _table(manager: EngineManager, which: str) -> CalibrationTable:
     if Path(which).is_file():
         return read_table(which)
-    return manager.tables.read(find_entry(manager.store, which, _KINDS))
+    try:
+        return manager.tables.read(find_entry(manager.store, which, _KINDS))
+    except MissError as error:
+        raise MissError(f"There is no file {which}. {error.message}") from error
 
 
 @calib.command("import")
 @click.argument("file", type=click.Path())
 @click.argument("model", type=click.Path())
-@_what_is_asked
+@data_options
 @store_option
 @json_option
 def import_table(*, file: str, as_json: bool, **given: Any) -> None:
     """Store the table in FILE (of TensorRT, trtexec, Polygraphy or ONNX Runtime), made for MODEL.
 
-    With --fingerprint, requests that name the same fingerprint, algorithm, batches and preprocessing find it.
+    With --fingerprint, requests that name the same fingerprint, algorithm, batches and preprocessing find it. If another
+    table is stored for them already, that one stays and the exit code is 1.
     """
-    table = read_table(file, algorithm=CalibrationAlgorithm(given["algorithm"] or "entropy").header)
-    given["algorithm"] = given["algorithm"] or CalibrationAlgorithm.of_header(table.algorithm).value
-    calibration = Calibration(table=table) if given["fingerprint"] is None else _asked(given)
+    if given["fingerprint"] is None and any(
+        given[name] is not None for name in ("batches", "preprocess", "percentile")
+    ):
+        raise ConfigError(
+            "--batches, --preprocess and --percentile say which requests find the table: give --fingerprint too."
+        )
     with _manager(given, quiet=as_json) as manager:
+        table = read_table(file, algorithm=CalibrationAlgorithm(given["algorithm"] or "entropy").header)
+        given["algorithm"] = given["algorithm"] or CalibrationAlgorithm.of_header(table.algorithm).value
+        calibration = Calibration(table=table) if given["fingerprint"] is None else asked_for(given)
         found = manager.import_table(
             given["model"], table, calibration, name=given["name"], version=given["model_version"]
         )
-    _tell("imported" if found.digest == table.digest else "kept another", found, as_json=as_json)
+    taken = found.digest == table.digest
+    _tell("imported" if taken else "kept another", found, as_json=as_json)
+    if not taken:
+        raise SystemExit(_EXIT_FAILED)
 
 
 @calib.command("export")

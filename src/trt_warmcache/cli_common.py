@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,7 @@ from trt_warmcache.progress import ENDS, TimeLeft
 from trt_warmcache.settings import DEFAULT_STORE, Settings
 from trt_warmcache.stores import Store
 
-__all__ = ["date_text", "find_entry", "json_option", "progress_hook", "size_text", "store_argument", "store_option"]
+__all__ = ["date_text", "find_entry", "json_option", "progress_hook", "store_argument", "store_option"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -96,15 +97,6 @@ def find_entry(store: Store, key_or_name: str, kinds: Iterable[Kind] = tuple(Kin
     )
 
 
-def size_text(size: float) -> str:
-    """A size for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    raise AssertionError  # the loop always returns
-
-
 def date_text(seconds: float) -> str:
     """A moment for people, UTC."""
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M") if seconds else "-"
@@ -112,12 +104,16 @@ def date_text(seconds: float) -> str:
 
 @contextmanager
 def progress_hook(*, quiet: bool) -> Iterator[Callable[[Event], None]]:
-    """A hook that shows a build: a bar on a terminal, a few plain lines elsewhere, nothing for programs."""
+    """A hook that shows a build: a bar on a terminal, a few plain lines elsewhere, nothing for programs.
+
+    Warnings that the library logs are shown too.
+    """
     if quiet:
         yield lambda _event: None
         return
     if not sys.stderr.isatty():
-        yield _plain_progress
+        with _warnings(lambda text: click.echo(text, err=True)):
+            yield _plain_progress
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -129,7 +125,10 @@ def progress_hook(*, quiet: bool) -> Iterator[Callable[[Event], None]]:
         TimeElapsedColumn(),
         TextColumn("{task.fields[left]}"),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with (
+        Progress(*columns, console=Console(stderr=True), transient=True) as bars,
+        _warnings(lambda text: bars.console.print(text, markup=False)),
+    ):
         yield _bars_hook(bars)
 
 
@@ -155,6 +154,28 @@ def _bars_hook(bars: Any) -> Callable[[Event], None]:
             bars.console.print(_expected(event))
 
     return show
+
+
+class _Warnings(logging.Handler):
+    """Shows warnings of the library itself, but for those of events, which hooks show, and of TensorRT."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name == "trt_warmcache" and record.module != "events":
+            self._show(f"warning: {record.getMessage()}")
+
+
+@contextmanager
+def _warnings(show: Callable[[str], None]) -> Iterator[None]:
+    log, handler = logging.getLogger("trt_warmcache"), _Warnings(show)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 _TOLD = {

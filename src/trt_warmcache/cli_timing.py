@@ -10,13 +10,14 @@ import click
 
 from trt_warmcache import timing as timings
 from trt_warmcache.builders import EngineBuilder, TimingEntry, select_builder
-from trt_warmcache.cli_common import date_text, find_entry, json_option, size_text, store_argument, store_option
+from trt_warmcache.cli_common import date_text, find_entry, json_option, store_argument, store_option
 from trt_warmcache.errors import BuildError, ConfigError
 from trt_warmcache.events import Events
 from trt_warmcache.explain import stored_manifests
 from trt_warmcache.export import export_entry, file_names
 from trt_warmcache.keys import Kind
 from trt_warmcache.manifest import Manifest
+from trt_warmcache.names import size_text
 from trt_warmcache.stores import open_store
 
 __all__ = ["timing"]

@@ -1,165 +1,34 @@
-"""INT8 without TensorRT's calibrators: ranges measured with ONNX Runtime, and Q/DQ nodes made of a table.
+"""Q/DQ nodes made of a calibration table, for TensorRT 11 and TensorRT-RTX, which have no calibrators.
 
-TensorRT 11 and TensorRT-RTX have no calibrators; there int8 comes from QuantizeLinear/DequantizeLinear pairs in the
-model. Needs the ``int8`` extra (onnxruntime, onnx, numpy).
-
-ONNX Runtime runs the model and inserts the nodes, but its calibrators are not used: they keep every activation of
-every batch, or let histograms grow with the data, and their default entropy search has a single candidate. The
-statistics here are of fixed size per tensor.
+There int8 comes from QuantizeLinear/DequantizeLinear pairs in the model. ONNX Runtime inserts them; what it does beyond
+the chosen nodes is undone. Needs the ``int8`` extra (onnxruntime, onnx, numpy).
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
-from trt_warmcache.calibration_data import CalibrationAlgorithm, InputSpec
+from trt_warmcache._onnxruntime import ModelLike, first_line, import_extra, load_model
 from trt_warmcache.calibration_table import INT8_MAX, CalibrationTable, usable
 from trt_warmcache.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Collection, Iterator, Sequence
-    from typing import Protocol
+    from collections.abc import Collection, Iterator, Sequence
 
-    import numpy as np
     import onnx
 
-    from trt_warmcache.calibration_data import Calibration
-
-    class _Statistic(Protocol):
-        def add(self, values: np.ndarray[Any, Any]) -> None: ...
-        def threshold(self) -> float: ...
-
-
-__all__ = ["QUANTIZED_OP_TYPES", "Measured", "calibrate", "float_tensors", "insert_qdq", "measure", "model_inputs"]
+__all__ = ["QUANTIZED_OP_TYPES", "insert_qdq"]
 
 log = logging.getLogger("trt_warmcache")
-
-ModelLike: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto"
 
 QUANTIZED_OP_TYPES: Final = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 """What is quantized by default: the operators with weights, where int8 pays. TensorRT fuses the rest around them."""
 
-BINS: Final = 4096
-"""Bins of a histogram; at least half of them are in use once ranges have grown."""
-QUANTIZED_BINS: Final = 128
-"""Magnitudes that int8 can tell apart."""
-SEARCH_BINS: Final = 1024
-"""At most this many for the entropy search: with more of them, sparse tails look like noise and are clipped."""
-_SMALLEST_LIMIT: Final = 2.0**-100  # below it, float32 cannot hold the reciprocal of a bin's width
-_CANDIDATES: Final = 256
-"""Thresholds that the search compares: steps of at most 0.8 % of the range, finer than int8 itself."""
-_FLOATS: Final = frozenset({"tensor(float)", "tensor(float16)"})
-_SIDE_FILES: Final = "session.model_external_initializers_file_folder_path"
+_QUANTIZERS: Final = frozenset({"QuantizeLinear", "DynamicQuantizeLinear"})
 _OPSET: Final = 13  # the first whose DequantizeLinear has an axis, as weights per channel need
 _OPSET_HALF: Final = 19  # the first that quantizes float16
-
-
-def model_inputs(model: ModelLike) -> tuple[InputSpec, ...]:
-    """The inputs that calibration data must supply; initializers listed as inputs are none.
-
-    Raises:
-        ModelError: The model cannot be read.
-    """
-    return _inputs(_load(model)[0])
-
-
-def float_tensors(model: ModelLike) -> tuple[str, ...]:
-    """Names of the model's floating-point activations: what a calibration table covers.
-
-    Raises:
-        ModelError: The model cannot be read, or ONNX Runtime cannot run it.
-    """
-    proto, folder = _load(model)
-    return _activations(proto, _session(proto, folder))
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A complete calibration.
-
-    Attributes:
-        table: Scales of all tensors but those that held NaN or infinity. Of version 0: re-head it for a TensorRT that
-            reads tables.
-        tensors: The model's floating-point activations, with and without a scale.
-        batches: How many were run.
-        samples: Sum of their leading dimensions.
-    """
-
-    table: CalibrationTable
-    tensors: tuple[str, ...]
-    batches: int
-    samples: int
-
-
-def calibrate(
-    model: ModelLike,
-    calibration: Calibration,
-    *,
-    fingerprint: str | None = None,
-    progress: Callable[[int, int | None], None] | None = None,
-    providers: Collection[str] = ("CPUExecutionProvider",),
-) -> CalibrationTable:
-    """The table of :func:`measure`."""
-    return measure(model, calibration, fingerprint=fingerprint, progress=progress, providers=providers).table
-
-
-def measure(
-    model: ModelLike,
-    calibration: Calibration,
-    *,
-    fingerprint: str | None = None,
-    progress: Callable[[int, int | None], None] | None = None,
-    providers: Collection[str] = ("CPUExecutionProvider",),
-) -> Measured:
-    """Measure the range of every floating-point activation.
-
-    Memory holds one batch's activations and a fixed amount per tensor, however many batches there are.
-
-    Args:
-        model: Path, bytes or ``onnx.ModelProto``; side files are found beside a path.
-        calibration: The data and the algorithm.
-        fingerprint: What ``calibration.find_fingerprint`` returned earlier; the data must still be the same.
-        progress: Called after each batch with the number done and the number in all, None where that is unknown. What
-            it raises ends the run.
-        providers: ONNX Runtime execution providers, for example ``("CUDAExecutionProvider",)``.
-
-    Raises:
-        ConfigError: Data that does not fit the model, or that changed since `fingerprint`.
-        ModelError: The model cannot be read or run.
-    """
-    proto, folder = _load(model)
-    session = _session(proto, folder, providers)
-    tensors = _activations(proto, session)
-    specs = _inputs(proto)
-    outputs = {output.name for output in session.get_outputs()}
-    fetched = [name for name in tensors if name in outputs]
-    make = _statistic_factory(calibration)
-    statistics: dict[str, _Statistic] = {name: make() for name in tensors}
-    done = samples = 0
-    total = calibration.expected_batches
-    for done, batch in enumerate(calibration.feed(specs, expected=fingerprint), start=1):
-        for name, values in zip(fetched, _run(session, fetched, batch, done), strict=True):
-            statistics[name].add(values)
-        for name in statistics.keys() & batch.keys() - outputs:
-            statistics[name].add(batch[name])
-        shape = next(iter(batch.values())).shape
-        samples += shape[0] if shape else 1
-        if progress is not None:
-            progress(done, total)
-    thresholds = {name: statistic.threshold() for name, statistic in statistics.items()}
-    kept = {name: value / INT8_MAX for name, value in thresholds.items() if not math.isnan(value)}
-    if len(kept) < len(thresholds):
-        log.warning(
-            "%d of %d tensors held NaN or infinity and have no scale", len(thresholds) - len(kept), len(thresholds)
-        )
-    table = CalibrationTable(0, CalibrationAlgorithm(calibration.algorithm).header, kept)
-    return Measured(table, tensors, done, samples)
 
 
 def insert_qdq(
@@ -191,16 +60,16 @@ def insert_qdq(
         The quantized model, serialized.
 
     Raises:
-        ConfigError: An excluded node that does not exist, or nothing left to quantize.
+        ConfigError: An excluded node that does not exist, nothing left to quantize, or a model that is quantized already.
         ModelError: The model cannot be read, or the table belongs to another model.
     """
-    quantizer_module = _import("onnxruntime.quantization.qdq_quantizer")
-    calibrate_module = _import("onnxruntime.quantization.calibrate")
-    helpers = _import("onnxruntime.quantization.quant_utils")
-    np = _import("numpy")
+    quantizer_module = import_extra("onnxruntime.quantization.qdq_quantizer")
+    calibrate_module = import_extra("onnxruntime.quantization.calibrate")
+    helpers = import_extra("onnxruntime.quantization.quant_utils")
+    np = import_extra("numpy")
 
     types = sorted(set(QUANTIZED_OP_TYPES if op_types is None else op_types))
-    proto = _prepare(_load(model, side_files=True)[0])
+    proto = _prepare(load_model(model, side_files=True)[0])
     initializers = {tensor.name for tensor in proto.graph.initializer}
     produced = {name for node in proto.graph.node for name in node.output}
     table.check({name for name in (*produced, *(value.name for value in proto.graph.input)) if name} - initializers)
@@ -239,240 +108,15 @@ def insert_qdq(
         quantizer.quantize_model()
     except (ValueError, RuntimeError) as error:
         raise ModelError(
-            f"ONNX Runtime cannot insert Q/DQ nodes: {_first_line(error)}. Leave the node out with nodes_exclude."
+            f"ONNX Runtime cannot insert Q/DQ nodes: {first_line(error)}. Leave the node out with nodes_exclude."
         ) from error
     quantizer.model.topological_sort()
     return _finish(quantizer.model.model, set(chosen))
 
 
-def _load(model: ModelLike, *, side_files: bool = False) -> tuple[onnx.ModelProto, str | None]:
-    """The model as a proto of our own, and the folder of its side files where they were not read in."""
-    onnx = _import("onnx")
-    if isinstance(model, onnx.ModelProto):
-        proto = onnx.ModelProto()
-        proto.CopyFrom(model)
-        return proto, None
-    try:
-        if isinstance(model, bytes):
-            return onnx.load_model_from_string(model), None
-        path = Path(model).expanduser()
-        return onnx.load(path, load_external_data=side_files), None if side_files else str(path.absolute().parent)
-    except FileNotFoundError as error:
-        raise ModelError(
-            f"{error.filename or error} does not exist; it is the model or one of its side files."
-        ) from error
-    except (_import("google.protobuf.message").DecodeError, onnx.checker.ValidationError, OSError) as error:
-        raise ModelError(f"The model cannot be read as ONNX: {error}. Export it again.") from error
-
-
-def _inputs(proto: onnx.ModelProto) -> tuple[InputSpec, ...]:
-    onnx = _import("onnx")
-    constants = {tensor.name for tensor in proto.graph.initializer}
-    specs = []
-    for value in proto.graph.input:
-        if value.name in constants:
-            continue
-        kind = value.type.tensor_type
-        if not kind.elem_type:
-            raise ModelError(f"Input {value.name!r} of the model is no tensor; only tensors can be calibrated.")
-        dims = tuple(_size(dim) for dim in kind.shape.dim)
-        dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type).name
-        specs.append(InputSpec(value.name, dtype, dims if kind.HasField("shape") else None))
-    return tuple(specs)
-
-
-def _size(dim: Any) -> int | str | None:
-    # some exporters write -1 for a dimension that may vary
-    return dim.dim_param or None if not dim.HasField("dim_value") or dim.dim_value < 0 else int(dim.dim_value)
-
-
-def _session(proto: onnx.ModelProto, folder: str | None, providers: Collection[str] = ("CPUExecutionProvider",)) -> Any:
-    """A session that returns every tensor of the main graph under the name it has in the model."""
-    onnx, runtime = _import("onnx"), _import("onnxruntime")
-    seen = {output.name for output in proto.graph.output}
-    for node in proto.graph.node:
-        if node.op_type == "Constant":
-            continue
-        for name in node.output:
-            if name and name not in seen:
-                # no type given: ONNX Runtime infers more than onnx does, and tells
-                proto.graph.output.append(onnx.helper.make_empty_tensor_value_info(name))
-                seen.add(name)
-    options = runtime.SessionOptions()
-    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL  # fused tensors have no range
-    options.log_severity_level = 3
-    # an arena keeps the largest batch of every shape for good
-    options.enable_cpu_mem_arena = False
-    options.enable_mem_pattern = False
-    if folder is not None:
-        options.add_session_config_entry(_SIDE_FILES, folder)
-    try:
-        return runtime.InferenceSession(proto.SerializeToString(), options, providers=list(providers))
-    except _runtime_errors() as error:
-        raise ModelError(f"ONNX Runtime cannot load the model: {_first_line(error)}.") from error
-
-
-def _runtime_errors() -> tuple[type[Exception], ...]:
-    """What ONNX Runtime raises: one class per status code, with no base of its own."""
-    state = _import("onnxruntime.capi.onnxruntime_pybind11_state")
-    return tuple(
-        getattr(state, name)
-        for name in (
-            "Fail",
-            "InvalidArgument",
-            "InvalidGraph",
-            "InvalidProtobuf",
-            "NoSuchFile",
-            "NotImplemented",
-            "RuntimeException",
-        )
-        if hasattr(state, name)
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")
-
-
-def _activations(proto: onnx.ModelProto, session: Any) -> tuple[str, ...]:
-    floats = [value.name for value in (*session.get_inputs(), *session.get_outputs()) if value.type in _FLOATS]
-    constants = {tensor.name for tensor in proto.graph.initializer}
-    return tuple(name for name in dict.fromkeys(floats) if name not in constants)
-
-
-def _run(session: Any, names: list[str], batch: dict[str, Any], number: int) -> Any:
-    try:
-        return session.run(names, batch)
-    except _runtime_errors() as error:
-        raise ModelError(f"The model fails on calibration batch {number}: {_first_line(error)}.") from error
-
-
-def _statistic_factory(calibration: Calibration) -> Callable[[], _Statistic]:
-    if calibration.algorithm is CalibrationAlgorithm.MINMAX:
-        return _Largest
-    if calibration.algorithm is CalibrationAlgorithm.PERCENTILE:
-        return lambda: _Percentile(calibration.percentile)
-    return _Entropy
-
-
-class _Largest:
-    """The largest magnitude; NaN once anything was not finite."""
-
-    def __init__(self) -> None:
-        self._largest = 0.0
-
-    def add(self, values: np.ndarray[Any, Any]) -> None:
-        if values.size:
-            # both reductions hand on NaN and infinity, and spare a copy of magnitudes
-            largest = max(abs(float(values.max())), abs(float(values.min())))
-            finite = math.isfinite(largest) and math.isfinite(self._largest)
-            self._largest = max(self._largest, largest) if finite else math.nan
-
-    def threshold(self) -> float:
-        return self._largest
-
-
-class _Histogram:
-    """Counts of magnitudes in a fixed number of bins over [0, limit).
-
-    When a value exceeds the limit, the limit doubles and neighbouring bins are added up. So the size stays the same,
-    and the result depends on the values alone, not on the order of batches.
-    """
-
-    def __init__(self) -> None:
-        self.counts = _import("numpy").zeros(BINS, dtype="int64")
-        self.limit = 0.0
-        self.largest = 0.0  # NaN once anything was not finite
-        self.zeros = 0
-
-    def add(self, values: np.ndarray[Any, Any]) -> None:
-        np = _import("numpy")
-        if not values.size:
-            return
-        magnitudes = np.abs(values, dtype=np.float32).reshape(-1)
-        largest = float(magnitudes.max())
-        if not (math.isfinite(largest) and math.isfinite(self.largest)):
-            self.largest = math.nan
-            return
-        self.largest = max(self.largest, largest)
-        if largest == 0:
-            self.zeros += magnitudes.size
-            return
-        # the power of two above, so that bins of early and late batches coincide
-        limit = max(2.0 ** math.frexp(largest)[1], _SMALLEST_LIMIT)
-        self.limit = self.limit or limit
-        while self.limit < limit:
-            self.limit *= 2
-            folded = self.counts[0::2] + self.counts[1::2]
-            self.counts = np.concatenate([folded, np.zeros(BINS - folded.size, folded.dtype)])
-        places = (magnitudes * np.float32(BINS / self.limit)).astype(np.int32)  # exact, being a power of two
-        self.counts += np.bincount(places, minlength=BINS)
-
-    def used(self) -> np.ndarray[Any, Any]:
-        """Counts up to the largest magnitude, zeros included."""
-        counts = self.counts.copy()
-        counts[0] += self.zeros
-        used: np.ndarray[Any, Any] = counts[: int(counts.nonzero()[0][-1]) + 1]
-        return used
-
-
-class _Percentile(_Histogram):
-    """The magnitude below which a share of the values lies."""
-
-    def __init__(self, percentile: float) -> None:
-        super().__init__()
-        self._share = percentile / 100
-
-    def threshold(self) -> float:
-        np = _import("numpy")
-        if not self.largest > 0:
-            return self.largest
-        cumulated = np.cumsum(self.used())
-        place = int(np.searchsorted(cumulated, self._share * cumulated[-1]))
-        return min((place + 1) * self.limit / BINS, self.largest)
-
-
-class _Entropy(_Histogram):
-    """The clipping whose 128 int8 magnitudes tell most about the distribution (least Kullback-Leibler divergence)."""
-
-    def threshold(self) -> float:
-        np = _import("numpy")
-        if not self.largest > 0:
-            return self.largest
-        counts, width = self.used().astype(np.float64), self.limit / BINS
-        while counts.size > SEARCH_BINS:
-            counts, width = np.add.reduceat(counts, np.arange(0, counts.size, 2)), width * 2
-        # The first bin collects what ReLU cut off; its size says nothing about where to clip (TensorRT does the same).
-        counts[0] = counts[1] if counts.size > 1 else counts[0]
-        if counts.size <= QUANTIZED_BINS or not counts.any():
-            return self.largest
-        ends = np.unique(np.linspace(QUANTIZED_BINS, counts.size, _CANDIDATES).astype(int))
-        best = min(ends[::-1], key=lambda end: _divergence(counts, int(end)))
-        return min(float(best) * width, self.largest)
-
-
-def _divergence(counts: np.ndarray[Any, Any], end: int) -> float:
-    """Kullback-Leibler divergence between the distribution clipped at bin `end` and its int8 image."""
-    np = _import("numpy")
-    clipped = counts[:end]
-    reference = clipped.copy()
-    reference[-1] += counts[end:].sum()
-    occupied = reference > 0
-    level = np.arange(end) * QUANTIZED_BINS // end
-    sums = np.bincount(level, weights=clipped, minlength=QUANTIZED_BINS)
-    shares = np.bincount(level, weights=occupied, minlength=QUANTIZED_BINS)
-    image = np.where(occupied, (sums / np.maximum(shares, 1))[level], 0)
-    total = image.sum()
-    if not total:
-        return math.inf
-    p = reference[occupied] / reference.sum()
-    q = np.maximum(image[occupied] / total, 1e-12)  # the last bin may hold nothing but what was clipped
-    return float((p * np.log(p / q)).sum())
-
-
 def _prepare(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Bring a model to the form the quantizer needs: opset 13, weights as initializers, named nodes, known types."""
-    onnx = _import("onnx")
+    onnx = import_extra("onnx")
     version = next((entry.version for entry in proto.opset_import if entry.domain in {"", "ai.onnx"}), 0)
     half = any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in _constants(proto))
     needed = _OPSET_HALF if half else _OPSET
@@ -482,7 +126,7 @@ def _prepare(proto: onnx.ModelProto) -> onnx.ModelProto:
         except (RuntimeError, onnx.onnx_cpp2py_export.version_converter.ConvertError) as error:
             raise ModelError(
                 f"The model has opset {version}, and Q/DQ nodes for it need {needed}; converting failed: "
-                f"{_first_line(error)}. Export it with a newer opset."
+                f"{first_line(error)}. Export it with a newer opset."
             ) from error
     graph = proto.graph
     kept = []
@@ -504,7 +148,7 @@ def _prepare(proto: onnx.ModelProto) -> onnx.ModelProto:
     try:
         return onnx.shape_inference.infer_shapes(proto, data_prop=True)
     except (onnx.shape_inference.InferenceError, ValueError) as error:
-        raise ModelError(f"The model's types cannot be inferred: {_first_line(error)}.") from error
+        raise ModelError(f"The model's types cannot be inferred: {first_line(error)}.") from error
 
 
 def _constants(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
@@ -517,6 +161,12 @@ def _constants(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 def _nodes_to_quantize(
     proto: onnx.ModelProto, table: CalibrationTable, op_types: set[str], exclude: set[str], min_channels: int
 ) -> list[str]:
+    already = next((node for node in proto.graph.node if node.op_type in _QUANTIZERS), None)
+    if already is not None:
+        raise ConfigError(
+            f"The model is quantized already ({already.op_type} {already.name!r}). Build it without a calibration, or "
+            "calibrate the model that it was made from."
+        )
     known = {node.name for node in proto.graph.node}
     if not exclude <= known:
         missing = min(exclude - known)
@@ -590,14 +240,3 @@ def _finish(proto: onnx.ModelProto, quantized: set[str]) -> bytes:
     del proto.metadata_props[:]
     proto.metadata_props.extend(kept)
     return bytes(proto.SerializeToString(deterministic=True))
-
-
-def _import(name: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"INT8 calibration and Q/DQ need the package {error.name}: pip install 'trt_warmcache[int8]'."
-        ) from error

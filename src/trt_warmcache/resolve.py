@@ -8,12 +8,13 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from trt_warmcache.builders import BuildInputs, CalibrationRun, EngineBuilder, select_builder
-from trt_warmcache.calibration import CalibrationTables, Limits, StoredTable, route
+from trt_warmcache.calibration import CalibrationTables, Limits, StoredTable
 from trt_warmcache.calibration_data import QdqOptions
 from trt_warmcache.calibration_table import CalibrationTable
 from trt_warmcache.call import Call
 from trt_warmcache.errors import BuildError, BuildTimeout, ConfigError, MissError
 from trt_warmcache.events import Events
+from trt_warmcache.int8 import route
 from trt_warmcache.keys import EngineKey, engine_key, label_for
 from trt_warmcache.memo import DigestMemo
 from trt_warmcache.model import ModelSource, ModelSummary, file_digest
