@@ -64,14 +64,19 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except WarmCacheError as error:
             if "--json" in sys.argv or ctx.meta.get("json"):
-                click.echo(json.dumps({"error": type(error).__name__, "message": error.message}))
+                click.echo(json.dumps({"error": _name_of(error), "message": error.message}))
             else:
-                click.echo(f"{type(error).__name__}: {error.message}", err=True)
+                click.echo(f"{_name_of(error)}: {error.message}", err=True)
             ctx.exit(_exit_code(error))
         except BrokenPipeError:
             # The reader of our output went away (`trt-warmcache ls | head`); nothing is left to tell anyone.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(EXIT_FAILED)
+
+
+def _name_of(error: WarmCacheError) -> str:
+    """The error's documented name; modules have subclasses of their own, which mean nothing to a user."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == WarmCacheError.__module__)
 
 
 def _exit_code(error: WarmCacheError) -> int:

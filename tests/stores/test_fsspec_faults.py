@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -324,3 +326,46 @@ def test_streams_add_up(server_of: Callable[[ServerKind], ServerInfo], proxied: 
         assert payload.view == payloads["plan"]
         payload.close()
     assert seconds[1] > 3 * seconds[8], seconds
+
+
+# ---- what is told -------------------------------------------------------------------------------------------------
+
+NOBODY_THERE = """
+import sys
+from trt_warmcache.errors import StoreError
+from trt_warmcache.stores import FsspecStore
+options = {"key": "key", "secret": "secret", "endpoint_url": "http://127.0.0.1:1", "client_kwargs": {"region_name": "x"}}
+try:
+    FsspecStore("s3://bucket/x", storage_options=options, transport=sys.argv[1], timeout=1).read("engines/x", limit=1)
+except StoreError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("transport", [Transport.FSSPEC, Transport.OBSTORE])
+def test_nobody_there(transport: Transport) -> None:
+    """A dead endpoint is called what it is, and repetitions print nothing where logging was not set up."""
+    done = subprocess.run(
+        [sys.executable, "-c", NOBODY_THERE, str(transport)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert "connection refused" in done.stdout
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
+def test_long_trying_is_logged(
+    moto_server: ServerInfo,
+    proxied: Callable[[ServerInfo], FaultProxy],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever waits for a store that fails again and again finds one line in the log that says why."""
+    monkeypatch.setattr("trt_warmcache.stores._requests._PATIENCE", 0.3)
+    proxy = proxied(moto_server)
+    proxy.inject(Answer(503), times=1000)
+    store = store_on(proxy.info, "some-bucket", timeout=2)
+    with pytest.raises(StoreError):
+        store.read("engines/x", limit=1)
+    told = [record.message for record in caplog.records if "tried again" in record.message]
+    assert len(told) == 1
+    assert "engines/x" in told[0]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 from tests.servers import Answer, FaultProxy, ServerInfo
+from tests.servers.info import ACCESS_KEY, SECRET_KEY
 from tests.stores.test_fsspec_conformance import store_on
 from tests.support import tiny_model
 
@@ -65,3 +70,20 @@ def test_denied_is_no_reason_to_build(
             manager.get(tiny_model(batch=1))
         assert caught.value.reason == "denied"
     assert builder.builds == 0
+
+
+def test_command_line_calls_errors_by_their_names(moto_server: ServerInfo) -> None:
+    """The command line shows the documented class of an error, for people and for programs."""
+    environment = {
+        **os.environ,
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        "AWS_ENDPOINT_URL": moto_server.endpoint,
+        "AWS_REGION": "us-east-1",
+    }
+    command = [sys.executable, "-m", "trt_warmcache", "ls", "--store", "s3://no-such-bucket/x", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 1, done.stderr
+    told = json.loads(done.stdout)
+    assert told["error"] == "StoreError"
+    assert "bucket does not exist" in told["message"]

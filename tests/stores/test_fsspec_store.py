@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import json
 import logging
 import multiprocessing
 import os
@@ -188,6 +189,24 @@ def test_survives_fork(transport: Transport, moto_server: ServerInfo) -> None:
             if child.is_alive():
                 child.kill()
     assert store.fetch(ref).view == TEXT
+
+
+ENDS_AT_ONCE = """
+import sys, json
+from trt_warmcache.stores import FsspecStore
+url, options, transport = json.loads(sys.argv[1])
+assert FsspecStore(url, storage_options=options, transport=transport).read("engines/00/x.json", limit=9) is None
+"""
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_processes_may_end_at_once(transport: Transport, moto_server: ServerInfo) -> None:
+    """A process whose last act is a request ends with its own exit code, not killed by a client's threads."""
+    url = f"s3://{moto_server.fresh_bucket()}/some/prefix"
+    told = json.dumps([url, dict(moto_server.storage_options), str(transport)])
+    for _ in range(10 if transport is Transport.OBSTORE else 2):
+        done = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE, told], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_file_systems_are_our_own(moto_server: ServerInfo) -> None:

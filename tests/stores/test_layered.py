@@ -687,3 +687,27 @@ def test_remote_alone_that_does_not_answer() -> None:
             with pytest.raises(StoreError) as caught:
                 act(store)
             assert caught.value.reason is StoreReason.UNAVAILABLE
+
+
+def test_fork_leaves_pending_publications_to_the_parent(tmp_path: Path) -> None:
+    """A child of a process that still publishes does not wait for what it cannot see ending, and works by itself."""
+    far = LocalStore(tmp_path / "far")
+    store = LayeredStore(
+        [LocalStore(tmp_path / "near"), Layer(Remote(far, stall(0.3)), deadline=5)],
+        WriteTo.BACKGROUND,
+        flush_seconds=60,
+    )
+    store.publish(ENTRY, PAYLOADS)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            started = time.monotonic()
+            store.close()
+            code = 0 if time.monotonic() - started < 5 else 2
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    store.close()
+    assert has(far)

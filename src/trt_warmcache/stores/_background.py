@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections import Counter
@@ -15,20 +16,37 @@ __all__ = ["Background"]
 
 
 class Background:
-    """Publications on their way, in order, from one thread."""
+    """Publications on their way, in order, from one thread.
+
+    Args:
+        size: How many may wait.
+        flush_seconds: Longest time to wait for them.
+        emit: Takes events.
+    """
 
     def __init__(self, size: int, flush_seconds: float, emit: Callable[..., None]) -> None:
-        self._tasks: queue.Queue[tuple[str, Callable[[], None]] | None] = queue.Queue(size)
+        self._size = size
         self._flush_seconds = flush_seconds
         self._emit = emit
+        self._closed = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._tasks: queue.Queue[tuple[str, Callable[[], None]] | None] = queue.Queue(self._size)
         self._guard = threading.Lock()
         self._pending: Counter[str] = Counter()
         self._idle = threading.Condition(self._guard)
         self._thread: threading.Thread | None = None
-        self._closed = False
+
+    def _after_fork(self) -> None:
+        """In a forked process, start anew: what was on its way is the parent's, and so is the thread that sends it."""
+        if self._pid != os.getpid():
+            self._reset()
 
     def submit(self, key: str, act: Callable[[], None]) -> None:
         """Do it later; waits while the queue is full. After closing it is done at once."""
+        self._after_fork()
         with self._guard:
             closed = self._closed
             if not closed:
@@ -43,6 +61,7 @@ class Background:
 
     def submit_after(self, key: str, act: Callable[[], None]) -> bool:
         """Do it after what is pending for this key; False, and nothing done, if nothing is."""
+        self._after_fork()
         with self._guard:
             pending = self._pending[key] > 0 and not self._closed
         if pending:
@@ -65,6 +84,7 @@ class Background:
 
     def flush(self) -> bool:
         """Wait until nothing is pending, or too long."""
+        self._after_fork()
         with self._guard:
             return self._idle.wait_for(lambda: not self._pending, self._flush_seconds)
 

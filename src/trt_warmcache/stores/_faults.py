@@ -132,6 +132,18 @@ _BY_ERRNO = {
     errno.ENETUNREACH: Fault.TRANSIENT,
 }
 
+#: Where neither code nor status tells, these words of the exceptions' texts do, better than the name of a class.
+_TROUBLE = (
+    (re.compile(r"connection ?refused|connect call failed", re.IGNORECASE), "connection refused"),
+    (re.compile(r"connection ?reset", re.IGNORECASE), "connection reset"),
+    (
+        re.compile(r"name or service not known|name resolution|failed to lookup|dns error", re.IGNORECASE),
+        "host not found",
+    ),
+    (re.compile(r"wrong_version_number|InvalidContentType", re.IGNORECASE), "the server does not speak TLS there"),
+    (re.compile(r"certificate", re.IGNORECASE), "its certificate was not accepted"),
+)
+
 _XML_CODE = re.compile(r"<Code>\s*([A-Za-z]+)\s*</Code>")
 _TEXT_STATUS = re.compile(r"\bstatus code: (\d{3})\b")
 
@@ -164,11 +176,16 @@ def diagnose(error: BaseException) -> Diagnosis:
     links = list(chain(error))
     codes = [code for link in links for code in _codes(link)]
     statuses = [status for link in links if (status := _status(link))]
-    words = next(iter(codes), "") or type(error).__name__
+    words = next(iter(codes), "") or ("" if statuses else _trouble(links)) or type(error).__name__
     if statuses:
         words += f", HTTP status {statuses[0]}"
     fault = _by_code(codes) or _by_status(statuses) or _by_class(links)
     return Diagnosis(fault or Fault.FATAL, words)
+
+
+def _trouble(links: list[BaseException]) -> str:
+    texts = [str(link) for link in links]
+    return next((words for sign, words in _TROUBLE if any(map(sign.search, texts))), "")
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

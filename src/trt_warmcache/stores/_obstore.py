@@ -6,7 +6,9 @@ speed too.
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -25,6 +27,20 @@ _S3_AMBIENT = (
 
 #: The process in which obstore first ran: its threads are one set for the whole process, whoever uses them.
 _FIRST_USE: list[int] = []
+
+
+#: Time for obstore's threads to finish with an answer that was delivered already: they still use the interpreter then,
+#: and one that has begun to shut down kills the process under them (PyO3/pyo3-async-runtimes#40).
+_SETTLE_SECONDS = 0.05
+
+#: Not empty once the process is about to end; whatever is still asked for then settles request by request.
+_ENDING: list[bool] = []
+
+
+def _settle_at_exit() -> None:
+    _ENDING.append(True)
+    if not forked():
+        time.sleep(_SETTLE_SECONDS)
 
 
 def forked() -> bool:
@@ -110,6 +126,7 @@ class ObstoreWire(Wire):
 
         if not _FIRST_USE:
             _FIRST_USE.append(os.getpid())
+            atexit.register(_settle_at_exit)
         make: Any = store.S3Store if protocol.startswith("s3") else store.AzureStore
         self._store = make(
             bucket,
@@ -125,7 +142,11 @@ class ObstoreWire(Wire):
         async def run() -> Any:
             return await act(self._store, *args, **kwargs)
 
-        return sync(get_loop(), run, timeout=seconds)
+        try:
+            return sync(get_loop(), run, timeout=seconds)
+        finally:
+            if _ENDING:
+                time.sleep(_SETTLE_SECONDS)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"

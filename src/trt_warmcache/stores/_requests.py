@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import threading
 import time
@@ -20,9 +21,12 @@ from trt_warmcache.stores._wire import Wire, fsspec_wire
 
 __all__ = ["Requests", "Transport"]
 
+log = logging.getLogger("trt_warmcache")
+
 _T = TypeVar("_T")
 
 _ATTEMPTS_PER_DEADLINE = 3  # a stalled connection costs a third of the deadline, not all of it
+_PATIENCE = 5.0  # seconds of trying after which that is told
 
 
 class Transport(Word):
@@ -142,12 +146,20 @@ class Requests:
         """
         import stamina
 
+        _keep_quiet()
         limit = self._timeout * deadlines
-        deadline = time.monotonic() + limit
+        started = time.monotonic()
+        deadline, told = started + limit, False
 
         def again(error: Exception) -> bool:
-            passes = isinstance(error, RequestError) and error.fault.passes and not error.final
-            return passes and time.monotonic() < deadline
+            nonlocal told
+            if not isinstance(error, RequestError) or not error.fault.passes or error.final:
+                return False
+            now = time.monotonic()
+            if now - started > _PATIENCE and now < deadline and not told:
+                told = True
+                log.warning("%s It is tried again for another %.0f s.", error.message, deadline - now)
+            return now < deadline
 
         for attempt in stamina.retry_context(
             on=again, attempts=None, timeout=limit, wait_initial=0.1, wait_max=5.0, wait_jitter=0.5
@@ -268,3 +280,10 @@ class Requests:
             store=self.url,
             fault=Fault.NO_BUCKET,
         )
+
+
+def _keep_quiet() -> None:
+    """Let stamina's log lines go to whoever has set up logging, and not to the terminal where nobody has."""
+    logger = logging.getLogger("stamina")
+    if not any(isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+        logger.addHandler(logging.NullHandler())
