@@ -20,8 +20,9 @@ from trt_warmcache.stores._memory import MemoryStore
 from trt_warmcache.stores._open import open_store
 
 if TYPE_CHECKING:
-    from trt_warmcache.stores._fsspec import Compression, FsspecStore, Transport
+    from trt_warmcache.stores._fsspec import Compression, FsspecStore
     from trt_warmcache.stores._layered import LayeredStore, WriteTo
+    from trt_warmcache.stores._requests import Transport
     from trt_warmcache.stores._tier import Layer, LayerCounters
 
 __all__ = [
@@ -52,7 +53,7 @@ _FAR = {
     "Layer": "trt_warmcache.stores._tier",
     "LayerCounters": "trt_warmcache.stores._tier",
     "LayeredStore": "trt_warmcache.stores._layered",
-    "Transport": "trt_warmcache.stores._fsspec",
+    "Transport": "trt_warmcache.stores._requests",
     "WriteTo": "trt_warmcache.stores._layered",
 }
 

@@ -7,17 +7,13 @@ conditions is found out, not assumed; bytes are verified while they land and re-
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import secrets
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -25,9 +21,8 @@ from trt_warmcache._words import Word
 from trt_warmcache.errors import ConfigError, IntegrityError, StoreError, StoreReason
 from trt_warmcache.lease import DEFAULT_LEASE_SECONDS, Lease
 from trt_warmcache.manifest import CHUNK_BYTES, BlobRef
-from trt_warmcache.stores import _obstore, _packing
+from trt_warmcache.stores import _packing
 from trt_warmcache.stores._base import (
-    LAYOUT,
     Lock,
     LockScope,
     ObjectInfo,
@@ -41,31 +36,20 @@ from trt_warmcache.stores._base import (
 )
 from trt_warmcache.stores._download import Download
 from trt_warmcache.stores._errors import from_os_error
-from trt_warmcache.stores._faults import Fault, RequestError, chain, diagnose
+from trt_warmcache.stores._faults import Fault, RequestError, diagnose
 from trt_warmcache.stores._landing import Landing
 from trt_warmcache.stores._probe import Proof, probe
-from trt_warmcache.stores._urls import READ_ONLY, extra, protocol_of, public, require, secrets_in
-from trt_warmcache.stores._wire import Wire, as_bytes, fsspec_wire, head_or_none, look, look_or_none
+from trt_warmcache.stores._requests import Requests, Transport
+from trt_warmcache.stores._urls import READ_ONLY
+from trt_warmcache.stores._wire import Wire, as_bytes, head_or_none, look, look_or_none
 
-__all__ = ["Compression", "FsspecStore", "Transport"]
+__all__ = ["Compression", "FsspecStore"]
 
 log = logging.getLogger("trt_warmcache")
 
 _T = TypeVar("_T")
 
 _LARGE = 32 * 1024 * 1024  # above, an object is sent in parts
-_ATTEMPTS_PER_DEADLINE = 3  # a stalled connection costs a third of the deadline, not all of it
-
-
-class Transport(Word):
-    """Who carries the bytes."""
-
-    AUTO = "auto"
-    """obstore's native client for S3 and Azure where it is installed and understands the storage options, else fsspec."""
-    FSSPEC = "fsspec"
-    """The fsspec backend of the protocol."""
-    OBSTORE = "obstore"
-    """obstore's native client; an error where it cannot be used."""
 
 
 class Compression(Word):
@@ -116,186 +100,31 @@ class FsspecStore(Store):
         compression: Compression | str = Compression.AUTO,
         lease_seconds: float = DEFAULT_LEASE_SECONDS,
     ) -> None:
-        self.url = public(url)
-        self._protocol = protocol_of(url, self.url)
-        self._address = url
-        self._options = dict(storage_options or {})
-        for name in ("asynchronous", "loop"):
-            if name in self._options:
-                raise ConfigError(f"storage_options[{name!r}] is not for a store: it runs its own requests.")
         if timeout <= 0 or concurrency < 1:
             raise ConfigError(f"timeout and concurrency must be positive, not {timeout!r} and {concurrency!r}.")
-        self._transport = _choice(Transport, transport, "transport")
+        self._requests = Requests(
+            url, storage_options or {}, transport=_choice(Transport, transport, "transport"), timeout=timeout
+        )
+        self.url = self._requests.url
         self._compression = _choice(Compression, compression, "compression")
-        self._read_only = read_only or self._protocol in READ_ONLY
+        self._read_only = read_only or self._requests.protocol in READ_ONLY
         self._folder = None if cache_dir is None else Path(cache_dir).expanduser().absolute()
         self._timeout = timeout
         self._concurrency = concurrency
-        self._secrets = secrets_in(url, self._options)
-        self._native = self._native_config()
-        if self._native is None:
-            require(self._protocol)
-        if importlib.util.find_spec("stamina") is None:
-            raise ConfigError(f"Stores behind URLs need the stamina package: pip install {extra(self._protocol)}.")
         self._lease_seconds = lease_seconds
         self._proof: Proof | None = None
-        self._reset()
-
-    def _native_config(self) -> dict[str, str] | None:
-        """Configuration for obstore, or None to go through fsspec."""
-        if self._transport is Transport.FSSPEC:
-            return None
-        config = _obstore.obstore_config(self._protocol, self._options)
-        if importlib.util.find_spec("obstore") is None:
-            config = "obstore is not installed (pip install trt_warmcache[obstore])"
-        if isinstance(config, dict):
-            return config
-        if self._transport is Transport.OBSTORE:
-            raise ConfigError(f"transport='obstore' is not possible for {self.url}: {config}. Use 'auto' or 'fsspec'.")
-        return None
-
-    def _reset(self) -> None:
-        self._pid = os.getpid()
-        self._guard = threading.Lock()
-        self._probing = threading.Lock()
-        self._wire: Wire | None = None
-        self._bucket_seen = False
-
-    # ---- requests ---------------------------------------------------------------------------------------------
 
     @property
     def wire(self) -> Wire:
         """The connections of this process; made when first asked for."""
-        if self._pid != os.getpid():
-            self._reset()  # after a fork: sockets, loops and locks of the parent are not ours
-        with self._guard:
-            if self._wire is None:
-                self._wire = self._open()
-            return self._wire
-
-    def _open(self) -> Wire:
-        if self._native is not None and not (_obstore.forked() and self._transport is Transport.AUTO):
-            bucket, _, prefix = urlsplit(self._address).path.lstrip("/").partition("/")
-            host = urlsplit(self._address).netloc.rpartition("@")[2]
-            bucket, prefix = (host, urlsplit(self._address).path.strip("/")) if host else (bucket, prefix)
-            return _obstore.ObstoreWire(self._protocol, bucket, f"{prefix}/{LAYOUT}", self._native, self._timeout)
-        try:
-            return fsspec_wire(self._address, self._options, LAYOUT)
-        except ImportError as error:
-            raise ConfigError(
-                f"{self.url} needs a package that is not installed: pip install {extra(self._protocol)}."
-            ) from error
-        except (TypeError, ValueError) as error:
-            words = self._scrubbed(str(error))
-            raise ConfigError(f"{self.url} cannot be opened with these storage options: {words}") from None
-        except Exception as error:  # noqa: BLE001  whatever a backend raises becomes a typed error
-            # Some backends connect at once, and raise whatever their protocol raises.
-            raise self._error(error, "connect") from self._cause(error)
-
-    def _call(self, doing: str, act: Callable[[Wire, float], _T], *, deadlines: int = 1) -> _T:
-        """Send a request until it is answered, refused, or out of time.
-
-        Args:
-            doing: For messages.
-            act: Sends it once, within the seconds given.
-            deadlines: How many times the deadline it may take: for work that is many requests.
-
-        Raises:
-            RequestError: Any failure, told apart by its ``fault``.
-        """
-        import stamina
-
-        limit = self._timeout * deadlines
-        deadline = time.monotonic() + limit
-
-        def again(error: Exception) -> bool:
-            passes = isinstance(error, RequestError) and error.fault.passes and not error.final
-            return passes and time.monotonic() < deadline
-
-        for attempt in stamina.retry_context(
-            on=again, attempts=None, timeout=limit, wait_initial=0.1, wait_max=5.0, wait_jitter=0.5
-        ):
-            with attempt:
-                left = max(0.05, deadline - time.monotonic())
-                return self._once(doing, act, min(left, self._timeout / _ATTEMPTS_PER_DEADLINE))
-        raise AssertionError("stamina ends with a result or an error")
-
-    def _once(self, doing: str, act: Callable[[Wire, float], _T], seconds: float) -> _T:
-        wire = self.wire
-        try:
-            return act(wire, seconds)
-        except (StoreError, ConfigError, IntegrityError):
-            raise
-        except Exception as error:  # noqa: BLE001  whatever a backend raises becomes a typed error
-            found = self._error(error, doing)
-            if found.fault is Fault.NO_RANGES and self._transport is Transport.AUTO:
-                # This server's ranged answers are not marked as such, which obstore refuses. The digests tell whether
-                # they are right.
-                self._native = None
-                with self._guard:
-                    self._wire = None
-                require(self._protocol)
-                return self._once(doing, act, seconds)
-            raise found from self._cause(error)
-
-    def _error(self, error: BaseException, doing: str) -> RequestError:
-        diagnosis = diagnose(error)
-        fault = diagnosis.fault
-        meaning = {Fault.NO_BUCKET: "the bucket does not exist", Fault.MISSING: "there is no such object"}
-        told = meaning.get(fault, fault.value)
-        words = self._scrubbed(diagnosis.words)
-        return RequestError(
-            f"Could not {doing} in {self.url}: {told} ({words}). {fault.advice}.",
-            reason=fault.reason,
-            store=self.url,
-            fault=fault,
-        )
-
-    def _cause(self, error: BaseException) -> BaseException:
-        """The backend's exception, unless its text gives a secret away."""
-        texts = [f"{link} {link.args!r}" for link in chain(error)]
-        if any(secret in text for text in texts for secret in self._secrets):
-            return RuntimeError(f"{type(error).__name__}: {self._scrubbed(str(error))}")
-        return error
-
-    def _scrubbed(self, text: str) -> str:
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return text
-
-    def _confirm_bucket(self, doing: str) -> None:
-        """Tell a missing object from a missing bucket, where the service's answer did not."""
-        if self._bucket_seen:
-            return
-
-        def look(wire: Wire, seconds: float) -> bool:
-            return wire.bucket_exists(seconds)
-
-        try:
-            there = self._call(doing, look)
-        except RequestError as error:
-            if error.fault is Fault.NO_BUCKET:
-                raise
-            if error.fault not in {Fault.DENIED, Fault.MISSING}:
-                raise
-            there = error.fault is Fault.DENIED  # whoever may read objects need not be allowed to ask for the bucket
-        if not there:
-            raise self._no_bucket(doing)
-        self._bucket_seen = True
-
-    def _no_bucket(self, doing: str) -> StoreError:
-        return StoreError(
-            f"Could not {doing} in {self.url}: the bucket does not exist. {Fault.NO_BUCKET.advice}.",
-            reason=StoreReason.UNAVAILABLE,
-            store=self.url,
-        )
+        return self._requests.wire
 
     # ---- reading ----------------------------------------------------------------------------------------------
 
     @property
     def capabilities(self) -> StoreCapabilities:
         if self._read_only:
-            return StoreCapabilities(writable=False, deletable=False, listable=self._protocol not in READ_ONLY)
+            return StoreCapabilities(writable=False, deletable=False, listable=self._requests.protocol not in READ_ONLY)
         try:
             proof = self._proven()
         except StoreError as error:
@@ -309,27 +138,15 @@ class FsspecStore(Store):
         )
 
     def read(self, name: str, *, limit: int) -> bytes | None:
-        return self._call_or_none(f"read {name}", lambda wire, seconds: look(wire, name, limit, seconds))
-
-    def _call_or_none(self, doing: str, act: Callable[[Wire, float], _T]) -> _T | None:
-        try:
-            result = self._call(doing, act)
-        except RequestError as error:
-            if error.fault is not Fault.MISSING:
-                raise
-            self._confirm_bucket(doing)
-            return None
-        # An empty answer proves nothing: some services list a bucket that is not there as an empty one.
-        self._bucket_seen = self._bucket_seen or bool(result)
-        return result
+        return self._requests.call_or_none(f"read {name}", lambda wire, seconds: look(wire, name, limit, seconds))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         doing = f"list {prefix}"
         # All of it before the first is given: a caller that is slow, or that deletes what it is given, must not keep a
         # listing open or shift its pages.
-        found = self._call_or_none(doing, lambda wire, seconds: [*wire.list(prefix, seconds)])
+        found = self._requests.call_or_none(doing, lambda wire, seconds: [*wire.list(prefix, seconds)])
         if not found:
-            self._confirm_bucket(doing)
+            self._requests.confirm_bucket(doing)
         for name, head in found or ():
             if name.startswith(prefix) and not any(part.startswith(".") for part in name.split("/")):
                 yield ObjectInfo(name, head.size, head.modified)
@@ -369,15 +186,15 @@ class FsspecStore(Store):
             download = Download(
                 kind,
                 write,
-                call=self._call,
+                call=self._requests.call,
                 url=self.url,
                 concurrency=self._concurrency,
                 ranges_sure=self.wire.ranges_sure,
             )
             if download.run():
-                self._bucket_seen = True
+                self._requests.saw_bucket()
                 return
-        self._confirm_bucket(f"read {blob_name(ref)}")
+        self._requests.confirm_bucket(f"read {blob_name(ref)}")
         raise missing(ref, self.url)
 
     # ---- writing ----------------------------------------------------------------------------------------------
@@ -388,7 +205,7 @@ class FsspecStore(Store):
 
         def part(act: Callable[[float], _T]) -> _T:
             try:
-                return self._call(f"write a part of {name}", lambda _, seconds: act(seconds))
+                return self._requests.call(f"write a part of {name}", lambda _, seconds: act(seconds))
             except RequestError as error:
                 error.final = True
                 raise
@@ -399,7 +216,7 @@ class FsspecStore(Store):
             else:
                 wire.put(name, as_bytes(data), seconds)
 
-        self._call_write(f"write {name}", send, deadlines=1 + view.nbytes // _LARGE)
+        self._requests.call_write(f"write {name}", send, deadlines=1 + view.nbytes // _LARGE)
 
     def create(self, name: str, data: Any) -> bool:
         self._refuse_if_read_only(f"write {name}")
@@ -421,7 +238,7 @@ class FsspecStore(Store):
                     raise
                 return present == content
 
-        return self._call_write(f"create {name}", send)
+        return self._requests.call_write(f"create {name}", send)
 
     def swap(self, name: str, data: Any, *, expected: bytes) -> bool:
         self._refuse_if_read_only(f"write {name}")
@@ -441,7 +258,7 @@ class FsspecStore(Store):
             wire.replace(name, content, head.tag, seconds)
             return True
 
-        return self._call_write(f"replace {name}", send)
+        return self._requests.call_write(f"replace {name}", send)
 
     def delete(self, name: str) -> bool:
         self._refuse_if_read_only(f"delete {name}")
@@ -455,9 +272,9 @@ class FsspecStore(Store):
             wire.delete(name, seconds)
             return True
 
-        if self._call_or_none(f"delete {name}", send):
+        if self._requests.call_or_none(f"delete {name}", send):
             return True
-        self._confirm_bucket(f"delete {name}")
+        self._requests.confirm_bucket(f"delete {name}")
         return sent
 
     def pack(self, ref: BlobRef, data: Any) -> tuple[BlobRef, Any]:
@@ -471,17 +288,7 @@ class FsspecStore(Store):
         return Lease(self, name, seconds=self._lease_seconds) if self.capabilities.exclusive_create else None
 
     def close(self) -> None:
-        self._wire = None
-
-    def _call_write(self, doing: str, act: Callable[[Wire, float], _T], *, deadlines: int = 1) -> _T:
-        try:
-            result = self._call(doing, act, deadlines=deadlines)
-        except RequestError as error:
-            if error.fault is Fault.MISSING:
-                raise self._no_bucket(doing) from error  # nothing else can be missing for a write
-            raise
-        self._bucket_seen = True
-        return result
+        self._requests.close()
 
     def _refuse_if_read_only(self, doing: str) -> None:
         if self._read_only:
@@ -496,7 +303,7 @@ class FsspecStore(Store):
     def _proven(self) -> Proof:
         """What this server really does with conditions; found out once."""
         self.wire  # noqa: B018  renews the locks after a fork
-        with self._probing:
+        with self._requests.probing:
             if self._proof is None:
                 self._proof = self._probe()
                 if self._proof.writable and not self._proof.create:
@@ -511,7 +318,7 @@ class FsspecStore(Store):
         if not self.wire.conditional:
             return Proof()
         try:
-            return self._call_write("try conditional writes", self._try_out)
+            return self._requests.call_write("try conditional writes", self._try_out)
         except RequestError as error:
             if error.fault is Fault.DENIED:
                 return Proof(writable=False)
@@ -529,7 +336,7 @@ class FsspecStore(Store):
 
     def _tidy(self, name: str) -> None:
         try:
-            self._once(f"delete {name}", lambda wire, seconds: wire.delete(name, seconds), self._timeout / 3)
+            self._requests.once(f"delete {name}", lambda wire, seconds: wire.delete(name, seconds), self._timeout / 3)
         except StoreError as error:
             log.debug("could not remove a probe: %s", error.message)
 

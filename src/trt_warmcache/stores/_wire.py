@@ -1,6 +1,6 @@
 """Single requests to a remote file system: no retries, no caches, a time limit on each.
 
-A wire moves bytes and raises whatever the backend raises; :mod:`._fsspec` decides what that means. Each wire belongs
+A wire moves bytes and raises whatever the backend raises; :mod:`._requests` decides what that means. Each wire belongs
 to one process.
 """
 
