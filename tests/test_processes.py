@@ -200,11 +200,12 @@ print("survived")
 @pytest.mark.parametrize(
     ("step", "number"),
     [
+        ("pwrite", 1),  # the lock's owner
         ("posix_fallocate", 1),
-        ("write", 1),
+        ("pwrite", 2),
         ("fsync", 1),
         ("fsync", 2),
-        ("write", 2),
+        ("pwrite", 3),
         ("fsync", 3),
         ("link", 1),
         ("fsync", 4),
