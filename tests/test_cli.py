@@ -344,6 +344,16 @@ def test_doctor_reports_an_unusable_store(run: Any, tmp_path: Path) -> None:
     assert "PROBLEM: Could not" in run("doctor", "--store", tmp_path / "file", code=EXIT_FAILED).stdout
 
 
+def test_doctor_keeps_passwords(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A password in a store's URL is not shown, wherever the URL comes from."""
+    url = "s3://user:hunter-12345@bucket/prefix"
+    monkeypatch.setenv("TRT_WARMCACHE_STORE", url)
+    monkeypatch.setattr("trt_warmcache.doctor._store", lambda found, store: found.facts.update({"seen": [len(store)]}))
+    told = run("doctor", "--json").stdout + run("doctor", "--store", "near").stdout
+    assert "s3://bucket/prefix" in told
+    assert "hunter" not in told
+
+
 def test_default_folder_is_private(run: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default folder is made for its user alone; one that others may write to is refused unless it is named."""
     monkeypatch.delenv("TRT_WARMCACHE_STORE")

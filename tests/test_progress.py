@@ -15,7 +15,7 @@ import trt_warmcache as twc
 from trt_warmcache import progress
 from trt_warmcache.builders import BuildInputs
 from trt_warmcache.builders import Progress as Step
-from trt_warmcache.cli_common import _bars_hook
+from trt_warmcache.cli_common import _bars_hook, progress_hook
 from trt_warmcache.events import Event, EventKind
 from trt_warmcache.testing import FakeBuilder
 
@@ -136,3 +136,15 @@ def test_bars_of_the_command_line() -> None:
         assert bars.tasks == []
     assert "earlier builds of this model took 10 s" in out.getvalue()
     assert "about 8 s left" in out.getvalue()
+
+
+def test_trouble_with_stores_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """A remote that fails while the command succeeds is seen at the command line, however often it fails."""
+    with progress_hook(quiet=False) as hook:
+        for kind in (EventKind.STORE_ERROR, EventKind.STORE_ERROR, EventKind.LAYER_DOWN):
+            hook(Event(kind, detail={"text": f"the bucket does not exist, {kind.value}"}))
+        hook(Event(EventKind.HIT, detail={"text": "nothing to tell"}))
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: the bucket does not exist, store_error",
+        "warning: the bucket does not exist, layer_down",
+    ]

@@ -106,14 +106,18 @@ def date_text(seconds: float) -> str:
 def progress_hook(*, quiet: bool) -> Iterator[Callable[[Event], None]]:
     """A hook that shows a build: a bar on a terminal, a few plain lines elsewhere, nothing for programs.
 
-    Warnings that the library logs are shown too.
+    Trouble with stores, and warnings that the library logs, are shown too.
     """
     if quiet:
         yield lambda _event: None
         return
     if not sys.stderr.isatty():
-        with _warnings(lambda text: click.echo(text, err=True)):
-            yield _plain_progress
+
+        def show(text: str) -> None:
+            click.echo(text, err=True)
+
+        with _warnings(show):
+            yield _both(_trouble_hook(show), _plain_progress)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -125,11 +129,34 @@ def progress_hook(*, quiet: bool) -> Iterator[Callable[[Event], None]]:
         TimeElapsedColumn(),
         TextColumn("{task.fields[left]}"),
     )
-    with (
-        Progress(*columns, console=Console(stderr=True), transient=True) as bars,
-        _warnings(lambda text: bars.console.print(text, markup=False)),
-    ):
-        yield _bars_hook(bars)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+
+        def print_above(text: str) -> None:
+            bars.console.print(text, markup=False)
+
+        with _warnings(print_above):
+            yield _both(_trouble_hook(print_above), _bars_hook(bars))
+
+
+def _both(first: Callable[[Event], None], second: Callable[[Event], None]) -> Callable[[Event], None]:
+    def hook(event: Event) -> None:
+        first(event)
+        second(event)
+
+    return hook
+
+
+def _trouble_hook(show: Callable[[str], None]) -> Callable[[Event], None]:
+    """A hook that tells of stores that failed without stopping the command: each sentence once."""
+    told: set[str] = set()
+
+    def hook(event: Event) -> None:
+        text = event.detail.get("text", "")
+        if event.kind in _TROUBLE and text and text not in told:
+            told.add(text)
+            show(f"warning: {text}")
+
+    return hook
 
 
 def _bars_hook(bars: Any) -> Callable[[Event], None]:
@@ -177,6 +204,14 @@ def _warnings(show: Callable[[str], None]) -> Iterator[None]:
     finally:
         log.removeHandler(handler)
 
+
+_TROUBLE = {
+    EventKind.STORE_ERROR,
+    EventKind.LAYER_DOWN,
+    EventKind.LOCK_UNAVAILABLE,
+    EventKind.LEASE_LOST,
+    EventKind.PUBLISH_FAILED,
+}
 
 _TOLD = {
     EventKind.CALIBRATION_START,

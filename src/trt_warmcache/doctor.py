@@ -15,6 +15,7 @@ from trt_warmcache.keys import Kind
 from trt_warmcache.memo import default_memo_folder
 from trt_warmcache.settings import DEFAULT_STORE, Settings
 from trt_warmcache.stores import open_store
+from trt_warmcache.stores._urls import public
 from trt_warmcache.target import Target
 
 __all__ = ["Diagnosis", "diagnose"]
@@ -118,13 +119,21 @@ def _settings(found: Diagnosis, environ: Mapping[str, str], stores: tuple[str, .
     if stores:
         source, chosen = "from --store", stores
         if "TRT_WARMCACHE_STORE" in environ:
-            source += f", which overrides TRT_WARMCACHE_STORE={environ['TRT_WARMCACHE_STORE']}"
+            source += f", which overrides TRT_WARMCACHE_STORE={', '.join(map(_shown, settings.stores))}"
     elif environ.get("TRT_WARMCACHE_STORE"):
         source, chosen = "from TRT_WARMCACHE_STORE", settings.stores
     else:
         source, chosen = "the default", (DEFAULT_STORE,)
     builder = "from TRT_WARMCACHE_BUILDER" if environ.get("TRT_WARMCACHE_BUILDER") else "the default"
-    found.facts["settings"] = [f"store: {', '.join(chosen)} ({source})", f"builder: {settings.builder} ({builder})"]
+    found.facts["settings"] = [
+        f"store: {', '.join(map(_shown, chosen))} ({source})",
+        f"builder: {settings.builder} ({builder})",
+    ]
+
+
+def _shown(store: str) -> str:
+    """A store as it may be shown: a URL may hold a password."""
+    return public(store) if "://" in store else store
 
 
 def _store(found: Diagnosis, url: str) -> None:
@@ -133,10 +142,10 @@ def _store(found: Diagnosis, url: str) -> None:
             can = store.capabilities
             counts = {kind.value: sum(1 for _ in store.entries(kind)) for kind in Kind} if can.listable else {}
     except (ConfigError, StoreError) as error:
-        found.facts[f"store {url}"] = ["not usable"]
+        found.facts[f"store {_shown(url)}"] = ["not usable"]
         found.problems.append(error.message)
         return
-    found.facts[f"store {url}"] = [
+    found.facts[f"store {_shown(url)}"] = [
         f"at {store.url}",
         f"{'writable' if can.writable else 'read-only'}, locks reach: {can.lock_scope.name.lower()}",
         ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "cannot be listed",

@@ -22,6 +22,7 @@ from trt_warmcache.events import EventKind, Events
 from trt_warmcache.keys import Kind
 from trt_warmcache.manifest import BlobRef, Manifest
 from trt_warmcache.stores import (
+    FsspecStore,
     Layer,
     LayeredStore,
     LocalStore,
@@ -507,6 +508,64 @@ def test_manager_over_a_stalled_remote(tmp_path: Path) -> None:
     assert time.monotonic() - started < 3.0  # a stall is 30 s, the deadline 0.3 s; the rest is the machine
 
 
+def dead_endpoint(**options: Any) -> Store:
+    """A real remote store where nobody answers; its own patience is longer than any test's."""
+    account = {
+        "key": "key",
+        "secret": "secret",
+        "endpoint_url": "http://127.0.0.1:1",
+        "client_kwargs": {"region_name": "x"},
+    }
+    return FsspecStore("s3://bucket/x", storage_options=account, timeout=60, **options)
+
+
+@pytest.mark.parametrize("transport", ["fsspec", "obstore"])
+def test_manager_over_a_dead_endpoint(tmp_path: Path, transport: str) -> None:
+    """Nothing of a get waits for a dead remote beyond the layer's deadline: no look-up, probe, lock or lease."""
+    from tests.support import PROFILE, tiny_model
+
+    from trt_warmcache.testing import FakeBuilder
+
+    told = Heard()
+    store = LayeredStore([LocalStore(tmp_path), Layer(dead_endpoint(transport=transport), deadline=2)])
+    started = time.monotonic()
+    with twc.EngineManager(store, builder=FakeBuilder(), memo=twc.DigestMemo(None), hooks=[told]) as manager:
+        engine = manager.get(tiny_model(), profiles=PROFILE)
+        assert engine.outcome is twc.Outcome.BUILT
+        assert engine.stored
+    assert time.monotonic() - started < 10  # one deadline and the import of a client; the store itself would take 60 s
+    assert EventKind.LAYER_DOWN in told.kinds
+    assert EventKind.LOCK_UNAVAILABLE not in told.kinds  # nobody knows what that server honours
+
+
+def test_server_that_gave_no_answer_is_asked_again(tmp_path: Path) -> None:
+    """What a server honours is not concluded from its failing to answer: no warning, and leases once it does answer."""
+
+    class Waking(Remote):
+        asleep = True
+
+        @property
+        def capabilities(self) -> StoreCapabilities:
+            return StoreCapabilities(known=False) if self.asleep else super().capabilities
+
+    told, far = Heard(), Waking(MemoryStore())
+    store = LayeredStore([LocalStore(tmp_path), far])
+    store.bind(Events([told]))
+    able = store.capabilities
+    assert (able.lock_scope, able.known) == (LockScope.HOST, False)
+    near_only = store.lock("a" * 64)
+    assert near_only is not None
+    assert told.kinds == []
+    far.asleep = False
+    able = store.capabilities
+    assert (able.lock_scope, able.known) == (LockScope.FLEET, True)
+    lease = store.lock("a" * 64)
+    assert lease is not None
+    assert lease.try_acquire()
+    assert list(far.list("leases/"))
+    lease.release()
+
+
 def test_layer_is_tried_again_after_the_pause() -> None:
     """After the pause one call tests the layer; it comes back when it answers, and is left alone when not."""
     now = [0.0]
@@ -618,8 +677,8 @@ def test_hit_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_prefetch_in_parallel(tmp_path: Path) -> None:
-    """Eight entries behind 50 ms of latency are fetched by eight threads in less than three times the time of one."""
-    far = Remote(MemoryStore(), stall(0.05))
+    """Eight entries behind 150 ms of latency are fetched by eight threads in less than three times the time of one."""
+    far = Remote(MemoryStore(), stall(0.15))
     entries = [sample_entry(number, b"plan %d" % number) for number in range(9)]
     for manifest, payloads in entries:
         far.inner.publish(manifest, payloads)

@@ -81,6 +81,7 @@ class StoreCapabilities:
         exclusive_create: :meth:`Store.create` lets exactly one of any number of racing writers win.
         mappable: Payloads are mapped from local files, not copied.
         lock_scope: Who is kept out by :meth:`Store.lock`.
+        known: False where a server has to be asked for these and has not answered yet; then they are a guess.
     """
 
     writable: bool = True
@@ -89,6 +90,7 @@ class StoreCapabilities:
     exclusive_create: bool = False
     mappable: bool = False
     lock_scope: LockScope = LockScope.NONE
+    known: bool = True
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ class FsspecStore(Store):
             proof = self._proven()
         except StoreError as error:
             log.debug("could not find out what %s can do: %s", self.url, error.message)
-            proof = Proof()
+            return StoreCapabilities(known=False)
         return StoreCapabilities(
             writable=proof.writable,
             deletable=proof.writable,

@@ -139,6 +139,7 @@ class LayeredStore(Store):
             exclusive_create=decider is not None and decider.capabilities.exclusive_create,
             mappable=(writable or self._tiers)[0].capabilities.mappable,
             lock_scope=scope,
+            known=all(tier.capabilities.known for tier in writable),
         )
 
     def _writable(self) -> Sequence[Tier]:

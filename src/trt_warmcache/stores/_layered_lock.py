@@ -74,7 +74,7 @@ class LayeredLocks:
         if leases(decider):
             return Lease(decider.guarded(), name, seconds=self._lease_seconds, on_lost=self._lease_lost)
         lock = None if decider.layer.shared else decider.lock(name)
-        if lock is None and not self._leaseless_told and not decider.left_alone:
+        if lock is None and not self._leaseless_told and decider.capabilities.known:
             self._leaseless_told = True
             self._emit(
                 EventKind.LOCK_UNAVAILABLE,

@@ -29,7 +29,7 @@ _REMOTE_DEADLINE = 10.0
 _FAILURES_TO_OPEN = 3
 
 #: Of a layer that does not answer: it is tried, so that its own failure is told, and nothing is built on its promises.
-_UNKNOWN = StoreCapabilities()
+_UNKNOWN = StoreCapabilities(known=False)
 
 
 @dataclass(frozen=True)
@@ -165,11 +165,6 @@ class Tier:
         with self._record.guard:
             self._record.counts.update(counts)
 
-    @property
-    def left_alone(self) -> bool:
-        """Whether the breaker is open."""
-        return self._clock() < self._record.closed_until
-
     # ---- typed calls ------------------------------------------------------------------------------------------
 
     def manifest(self, kind: Kind, digest: str, *, counted: bool = True) -> Manifest | None:
@@ -193,7 +188,12 @@ class Tier:
         return self.call(lambda store: store.publish(manifest, payloads, replacing=replacing), manifest.size)
 
     def lock(self, name: str) -> Lock | None:
-        return self.store.lock(name) if self.writable else None
+        if not self.writable:
+            return None
+        try:
+            return self.call(lambda store: store.lock(name))
+        except StoreError:
+            return None  # counted and told; locks only save work
 
     def damage(self, kind: Kind, digest: str) -> IntegrityError | None:
         """What is wrong with an entry here; None if it is whole or not there."""
