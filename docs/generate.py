@@ -13,6 +13,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,38 @@ _ELSEWHERE = {
 #: Parents of every error, which say nothing about it.
 _ROOTS = frozenset({object, BaseException, Exception})
 
+
+#: Public names that are imported from a module of their own, because a server does not need them.
+_MODULES = {
+    "trt_warmcache.eviction": (
+        "Housekeeping",
+        (
+            "scan",
+            "plan_eviction",
+            "EvictionRules",
+            "Quota",
+            "Inventory",
+            "StoredEntry",
+            "Eviction",
+            "EvictionPlan",
+            "EvictionReport",
+        ),
+    ),
+    "trt_warmcache.uses": ("Pins and last uses", ("pin", "unpin", "is_pinned", "UseLog")),
+    "trt_warmcache.bundle": (
+        "Moving and checking entries",
+        (
+            "export_bundle",
+            "import_bundle",
+            "read_bundle",
+            "copy_store",
+            "CopyReport",
+            "Moved",
+            "verify_store",
+            "VerifyReport",
+        ),
+    ),
+}
 
 # ---- docstrings -------------------------------------------------------------------------------------------------
 
@@ -227,7 +260,7 @@ def api_page() -> Iterator[str]:
     listed = {name for names in _API.values() for name in names} | _ELSEWHERE.keys()
     unplaced = tuple(name for name in twc.__all__ if name not in listed)
     yield "# Python API\n\n"
-    yield "Everything here is imported from `trt_warmcache`. Build options have [a page of their own](options.md), "
+    yield "Everything here is imported from `trt_warmcache`, unless a section names a module. Build options have [a page of their own](options.md), "
     yield "and so have [errors](errors.md) and [kinds of events](events.md).\n\n"
     for subject, names in (*_API.items(), *([("More", unplaced)] if unplaced else [])):
         yield f"## {subject}\n\n"
@@ -239,6 +272,10 @@ def api_page() -> Iterator[str]:
                     yield f"### {kind.__name__}\n\n"
                     yield from described(kind)
                     yield from choices(kind)
+    for module, (subject, names) in _MODULES.items():
+        yield f"## {subject}\n\nImported from `{module}`.\n\n"
+        for name in names:
+            yield from api_entry(name, getattr(import_module(module), name))
 
 
 def api_entry(name: str, found: Any) -> Iterator[str]:

@@ -22,9 +22,9 @@ from trt_warmcache import manifest as manifests
 from trt_warmcache.bundle import copy_store, export_bundle, import_bundle, read_bundle, verify_store
 from trt_warmcache.errors import ConfigError, IntegrityError, StoreError, StoreReason
 from trt_warmcache.keys import EngineKey, Kind
-from trt_warmcache.manifest import Labels, Manifest, Provenance
+from trt_warmcache.manifest import CHUNK_BYTES, BlobRef, Labels, Manifest, Provenance
 from trt_warmcache.stores import LayeredStore, LocalStore, MemoryStore, Store
-from trt_warmcache.stores._base import blob_name, manifest_name
+from trt_warmcache.stores._base import WritePiece, blob_name, manifest_name
 from trt_warmcache.testing import FakeBuilder
 from trt_warmcache.testing._stores import sample_entry
 from trt_warmcache.trust import Keyring, Signer, secured
@@ -357,6 +357,27 @@ copy_store(LocalStore(sys.argv[1]), FlakyStore(LocalStore(sys.argv[2]), die), wo
     copy_store(LocalStore(tmp_path / "a"), target)
     assert everything(target) == ALL
     assert len(target.names("put_blob")) == 2
+
+
+def test_copy_into_a_folder_needs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes from afar is written where it stays, piece by piece, and never held whole."""
+    source = MemoryStore()
+    manifest, payloads = sample_entry(1, bytes(range(250)) * 100_000)
+    source.publish(manifest, payloads)
+    pieces: list[int] = []
+
+    def fetch_into(ref: BlobRef, write: WritePiece) -> None:
+        for at in range(0, ref.size, CHUNK_BYTES):
+            piece = payloads[ref.role][at : at + CHUNK_BYTES]
+            pieces.append(len(piece))
+            write(piece, at)
+
+    monkeypatch.setattr(source, "fetch_into", fetch_into)
+    monkeypatch.setattr(source, "fetch", None)
+    report = copy_store(source, LocalStore(tmp_path))
+    assert (report.count("copied"), report.size, sum(pieces)) == (1, manifest.size, manifest.size)
+    monkeypatch.undo()
+    assert verify_store(LocalStore(tmp_path)).good == 1
 
 
 def test_copy_verifies(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from trt_warmcache.eviction import EvictionPlan, EvictionRules, Quota, plan_evic
 from trt_warmcache.keys import EngineKey, Kind
 from trt_warmcache.lease import Lease
 from trt_warmcache.manifest import Labels, Manifest, Provenance
+from trt_warmcache.memo import default_memo_folder
 from trt_warmcache.stores import LayeredStore, LocalStore, MemoryStore, Store
 from trt_warmcache.stores._base import blob_name, manifest_name
 from trt_warmcache.testing import FakeBuilder
@@ -531,6 +532,19 @@ def test_quota_holds_across_restarts(store: LocalStore) -> None:
         engine = manager.get(tiny_model(), profiles=PROFILE)
         assert engine.plan.nbytes == 1000
     assert alive(store, *entries, engine.manifest) == [False, True, True, True, True, True]
+
+
+def test_quota_spares_what_earlier_processes_used(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hits that managers noted in other processes count: the oldest entry stays where it is the one in use."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    entries = [put(store, number, age=(10 - number) * HOUR) for number in range(3)]
+    used = UseLog(default_memo_folder(os.environ) / "uses")
+    used.note(Kind.ENGINE, entries[0].key)
+    used.flush()
+    Quota(store, 2 * 1000).enforce()
+    assert alive(store, *entries) == [True, False, True]
 
 
 def test_quota_keeps_what_was_just_made(store: LocalStore) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -578,9 +579,13 @@ def _copy_one(
         payloads: dict[str, Payload] = {}
         try:
             for ref in manifest.blobs:
-                if not _has(target, ref, arrived):
+                if _has(target, ref, arrived):
+                    continue
+                size += ref.size
+                if _lands(target, ref):
+                    target.land_blob(ref, partial(source.fetch_into, ref)).close()
+                else:
                     payloads[ref.role] = source.fetch(ref)
-                    size += ref.size
             views = {role: payload.view for role, payload in payloads.items()}
             current = target.publish(manifests.plain(manifest), views)
         finally:
@@ -593,6 +598,11 @@ def _copy_one(
     except (IntegrityError, UntrustedError) as error:
         return Moved(info.kind, info.digest, label, "failed", size, error)
     return Moved(info.kind, info.digest, label, "copied" if _same(current, manifest) else "differs", size)
+
+
+def _lands(target: Store, ref: BlobRef) -> bool:
+    """Whether a blob can be written where it stays while it arrives: it needs no memory then, whatever its size."""
+    return target.capabilities.mappable and bool(ref.chunks or ref.size <= manifests.CHUNK_BYTES)
 
 
 def _state(store: Store, manifest: Manifest, blobs: Mapping[str, int] | None = None) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import os
 import threading
 import time
 from collections import Counter, defaultdict
@@ -32,6 +33,7 @@ from trt_warmcache.events import Event, EventKind, Events
 from trt_warmcache.keys import Kind
 from trt_warmcache.lease import lease_name
 from trt_warmcache.manifest import BlobRef, Manifest
+from trt_warmcache.memo import default_memo_folder
 from trt_warmcache.names import size_text
 from trt_warmcache.stores import EntryInfo, ObjectInfo, Store
 from trt_warmcache.stores._base import PACKED_SUFFIX, manifest_name
@@ -651,13 +653,14 @@ def _find_churn(inventory: Inventory) -> tuple[Churn, ...]:
 class Quota:
     """Keeps a store under a size: a hook for a manager, which makes room after each publication.
 
-    Nothing is remembered from one process to the next; what counts is what lies in the store, so that a quota holds
-    across restarts and for any number of writers.
+    Sizes are those of what lies in the store, and recency is what managers of this machine have noted, so that a quota
+    holds across restarts and for any number of writers.
 
     Args:
         store: The store.
         max_bytes: Most bytes of payloads.
-        uses: This machine's memory of last uses, so that what is used stays; None: what this hook hears itself.
+        uses: This machine's memory of last uses, so that what is used stays; None: the one that managers keep, beside
+            the digest memo.
         rules: Further rules; ``max_bytes`` is put in.
     """
 
@@ -667,7 +670,7 @@ class Quota:
         self._store = store
         self._rules = replace(rules or EvictionRules(), max_bytes=max_bytes)
         self._max_bytes = max_bytes
-        self._uses = uses if uses is not None else UseLog(None)
+        self._uses = uses if uses is not None else UseLog(default_memo_folder(os.environ) / "uses")
         self._guard = threading.Lock()
 
     def __call__(self, event: Event) -> None:

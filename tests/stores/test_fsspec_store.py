@@ -152,6 +152,22 @@ def test_credentials_in_urls(url: str, shown: str) -> None:
     assert SECRET not in repr(store)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_short_passwords_are_passwords_too(transport: Transport) -> None:
+    """What an option's name calls a password is not shown however short it is; words that contain it are."""
+    options = {
+        "key": "me",
+        "secret": "pass",
+        "endpoint_url": "http://127.0.0.1:1/pass",
+        "client_kwargs": {"region_name": "x"},
+    }
+    store = FsspecStore("s3://bucket/compass", storage_options=options, transport=transport, timeout=0.5)
+    with pytest.raises(StoreError, match=r"in s3://bucket/compass: a passing failure") as caught:
+        store.read("engines/x", limit=1)
+    assert "1/pass" not in f"{caught.value.__cause__} {caught.value.__cause__!r}"
+    assert "/compass/" in str(caught.value.__cause__)
+
+
 def test_refused_options_are_not_shown() -> None:
     """A backend that refuses an option must not repeat its value."""
     store = FsspecStore("s3://bucket", storage_options={"secret": SECRET, "no_such": SECRET}, transport="fsspec")

@@ -183,7 +183,7 @@ class LocalStore(Store):
             for file in files:
                 if file.startswith(".tmp-"):
                     path = Path(folder, file)
-                    with suppress(FileNotFoundError):
+                    with suppress(OSError):  # finished meanwhile, or in a folder that is not ours to look into
                         status = path.stat()
                         yield ObjectInfo(path.relative_to(self._base).as_posix(), status.st_size, status.st_mtime)
 

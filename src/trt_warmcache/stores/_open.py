@@ -41,7 +41,7 @@ def open_store(where: Any, *, memo: DigestMemo | None = None) -> Store:
             return LayeredStore([where])
         if isinstance(where, Sequence) and where and not isinstance(where, (bytes, bytearray)):
             return LayeredStore([one if isinstance(one, Layer) else open_store(one, memo=memo) for one in where])
-        raise ConfigError(f"A store is a path, a URL, a Store, or a list of those, not {where!r}.")
+        raise ConfigError(f"A store is a path, a URL, a Store, or a list of those, not {type(where).__name__}.")
     scheme, separator, rest = where.partition("://")
     if not separator:
         return LocalStore(where, memo=memo)

@@ -238,14 +238,12 @@ class Requests:
     def _cause(self, error: BaseException) -> BaseException:
         """The backend's exception, unless its text gives a secret away."""
         texts = [f"{link} {link.args!r}" for link in chain(error)]
-        if any(secret in text for text in texts for secret in self._secrets):
+        if any(map(self._secrets.search, texts)):
             return RuntimeError(f"{type(error).__name__}: {self._scrubbed(str(error))}")
         return error
 
     def _scrubbed(self, text: str) -> str:
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return text
+        return self._secrets.sub("***", text)
 
     def confirm_bucket(self, doing: str) -> None:
         """Tell a missing object from a missing bucket, where the service's answer did not.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,6 +36,12 @@ _CACHES = frozenset({"simplecache", "filecache", "blockcache", "cached"})
 
 READ_ONLY = frozenset({"http", "https"})
 
+#: Options whose values may be shown.
+_HARMLESS = frozenset({"endpoint_url", "region_name", "addressing_style", "project"})
+
+#: Options whose values may not, however short they are.
+_PASSWORD = re.compile(r"secret|passw|passphrase|token|credential|(^|_)key$", re.IGNORECASE)
+
 
 def protocol_of(url: str, public: str) -> str:
     protocol, separator, rest = url.partition("://")
@@ -60,31 +67,38 @@ def public(url: str) -> str:
     return f"{protocol}{separator}{authority}{slash}{path}".rstrip("/")
 
 
-def secrets_in(url: str, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Every text that must not be shown: what the options hold, and what the URL carries beside the address."""
+def secrets_in(url: str, options: Mapping[str, Any]) -> re.Pattern[str]:
+    """Finds every text that must not be shown: what the options hold, and what the URL carries beside the address."""
     found: set[str] = set()
+    passwords: set[str] = set()
 
-    def collect(value: Any) -> None:
+    def collect(value: Any, name: str = "") -> None:
         if isinstance(value, Mapping):
-            for name, item in value.items():
-                if name not in {"endpoint_url", "region_name", "addressing_style", "project"}:
-                    collect(item)
+            for below, item in value.items():
+                if below not in _HARMLESS:
+                    collect(item, str(below))
         elif isinstance(value, (list, tuple)):
             for item in value:
-                collect(item)
+                collect(item, name)
         elif isinstance(value, (str, bytes)):
             text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
-            found.add(text)
-            found.update(part.partition("=")[2] for part in text.split(";") if part.partition("=")[0].lower().endswith(("key", "signature")))  # fmt: skip
+            (passwords if _PASSWORD.search(name) else found).add(text)
+            passwords.update(part.partition("=")[2] for part in text.split(";") if part.partition("=")[0].lower().endswith(("key", "signature")))  # fmt: skip
 
     collect(options)
     parts = urlsplit(url)
     if parts.query:
         found.add(parts.query)
     if parts.scheme not in {"abfs", "abfss"} and "@" in parts.netloc:
-        found.update(part for part in parts.netloc.rpartition("@")[0].split(":") if part)
-    # Short words ("anon", "cloud") would only turn messages into riddles.
-    return tuple(sorted((text for text in found if len(text) >= 8), key=len, reverse=True))
+        user, _, password = parts.netloc.rpartition("@")[0].partition(":")
+        found.add(user)
+        passwords.add(password)
+    # Short words ("anon", "cloud") would only turn messages into riddles. Short passwords count where they stand alone.
+    long = {text for text in found | passwords if len(text) >= 8}
+    short = {text for text in passwords - long if len(text) >= 3 and text != "anon"}
+    signs = [re.escape(text) for text in sorted(long, key=len, reverse=True)]
+    signs += [rf"(?<!\w){re.escape(text)}(?!\w)" for text in sorted(short, key=len, reverse=True)]
+    return re.compile("|".join(signs) or r"(?!)")
 
 
 def require(protocol: str) -> None:
