@@ -349,6 +349,27 @@ def test_fork_with_layers(tmp_path: Path) -> None:
     assert whole_or_nothing(far)
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_fork_after_hashing_on_all_cores(tmp_path: Path) -> None:
+    """A manager that was used before a fork hashes and builds in the child: the hasher's threads stayed behind."""
+    manager = twc.EngineManager(tmp_path, builder=FakeBuilder(size=3_000_000), memo=twc.DigestMemo(None))
+    assert manager.get(tiny_model(), profiles=PROFILE).outcome is twc.Outcome.BUILT
+    child = os.fork()
+    if child == 0:
+        code = 1
+        signal.alarm(30)  # a hang ends the child, and so the test
+        try:
+            built = manager.get(tiny_model(), profiles=PROFILE, recipe="child").outcome is twc.Outcome.BUILT
+            with twc.EngineManager(tmp_path, builder=FakeBuilder(), memo=twc.DigestMemo(None)) as other:
+                found = other.get(tiny_model(), profiles=PROFILE).outcome is twc.Outcome.HIT
+            code = 0 if built and found else 2
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    manager.close()
+
+
 def test_damage_is_an_error_where_nothing_can_heal(tmp_path: Path) -> None:
     """A single store whose bytes are wrong says so; it never returns them."""
     store = LocalStore(tmp_path)

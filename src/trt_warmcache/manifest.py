@@ -10,6 +10,7 @@ import blake3
 import msgspec
 
 from trt_warmcache._fields import LARGEST_INT
+from trt_warmcache._hashing import hash_threads
 from trt_warmcache.errors import IntegrityError
 from trt_warmcache.keys import KEY_SCHEMA, Key, Kind, digest_of
 
@@ -155,8 +156,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def blob_digest(data: Any) -> str:
     """``blake3:`` digest of a buffer, hashed on all cores where that pays."""
     view = memoryview(data).cast("B")
-    threads = blake3.blake3.AUTO if view.nbytes > 1024 * 1024 else 1
-    return "blake3:" + blake3.blake3(view, max_threads=threads).hexdigest()
+    return "blake3:" + blake3.blake3(view, max_threads=hash_threads(view.nbytes)).hexdigest()
 
 
 def describe_blob(role: str, data: Any) -> BlobRef:

@@ -19,6 +19,7 @@ from typing import Any
 import blake3
 
 from trt_warmcache._fields import printable, user_path
+from trt_warmcache._hashing import hash_threads
 from trt_warmcache.errors import ConfigError, ModelError
 from trt_warmcache.memo import DigestMemo
 from trt_warmcache.onnx_graph import FileView, ModelSummary, TensorInfo, summarize, summary_from_json, summary_to_json
@@ -141,7 +142,7 @@ class ModelSource:
             ModelError: The file changed since.
         """
         data = self._read()
-        if blake3.blake3(data, max_threads=blake3.blake3.AUTO).hexdigest() != self._graph.digest:
+        if blake3.blake3(data, max_threads=hash_threads(len(data))).hexdigest() != self._graph.digest:
             raise _changed(self._graph.path)
         return data
 
@@ -244,7 +245,7 @@ def _from_bytes(data: bytes) -> ModelSource:
         raise ModelError(
             f"This model keeps {first.tensor!r} in a side file ({first.location!r}), which bytes do not say where to find; pass its path instead."
         )
-    digest = blake3.blake3(data, max_threads=blake3.blake3.AUTO).hexdigest()
+    digest = blake3.blake3(data, max_threads=hash_threads(len(data))).hexdigest()
     return ModelSource(
         stem="model", summary=summary, graph=_File("the model", len(data), digest), sides={}, read=lambda: data
     )
@@ -350,7 +351,7 @@ def _from_url(url: str) -> ModelSource:
     with _readable(_without_secrets(url)):
         data: bytes = file_system.cat_file(path)
     summary = summarize(data)
-    digest = blake3.blake3(data, max_threads=blake3.blake3.AUTO).hexdigest()
+    digest = blake3.blake3(data, max_threads=hash_threads(len(data))).hexdigest()
     parent = posixpath.dirname(path)
     sides = {}
     for need in _side_files(summary):
@@ -454,7 +455,7 @@ def _hash_local(path: Path) -> _File:
 
 def _hash(file: Any) -> str:
     """Hex digest of an open file. Read, not mapped: a file cut short meanwhile must not kill the process."""
-    hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    hasher = blake3.blake3(max_threads=hash_threads())
     buffer = bytearray(_READ_BYTES)
     view = memoryview(buffer)
     while count := file.readinto(view):

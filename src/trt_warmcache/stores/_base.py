@@ -26,6 +26,7 @@ import blake3
 import msgspec
 
 from trt_warmcache import manifest as manifests
+from trt_warmcache._hashing import hash_threads
 from trt_warmcache.errors import IntegrityError, StoreError, StoreReason
 from trt_warmcache.keys import Kind
 from trt_warmcache.manifest import BlobRef, Manifest
@@ -459,7 +460,7 @@ def verify_view(ref: BlobRef, view: memoryview, store: str) -> None:
     name = blob_name(ref)
     if view.nbytes != ref.size:
         raise truncated(ref, view.nbytes, store)
-    digest = blake3.blake3(view, max_threads=blake3.blake3.AUTO if ref.size > 1024 * 1024 else 1).hexdigest()
+    digest = blake3.blake3(view, max_threads=hash_threads(ref.size)).hexdigest()
     if digest != ref.hex:
         raise IntegrityError(
             f"{name} in {store} is damaged: its bytes have digest {digest[:12]}..., its name says {ref.hex[:12]}....",
