@@ -70,6 +70,18 @@ def test_build_and_sign(run: Any, model: Path, tmp_path: Path) -> None:
     (tmp_path / "trusted").write_text(run("keygen", "release-1", "--output", tmp_path / "secret").stdout)
     run("build", model, *PROFILE, "--sign", tmp_path / "secret")
     assert json.loads(run("verify", "--signed", "--trusted", tmp_path / "trusted", "--json").stdout)["good"] == 1
+    assert "has not signed" not in run("build", model, *PROFILE, "--sign", tmp_path / "secret").stderr
+
+
+def test_build_does_not_sign_what_others_built(run: Any, model: Path, tmp_path: Path) -> None:
+    """build --sign of an engine that is stored unsigned says so and how to go on; --refresh builds and signs."""
+    (tmp_path / "trusted").write_text(run("keygen", "release-1", "--output", tmp_path / "secret").stdout)
+    checked = ("verify", "--signed", "--trusted", tmp_path / "trusted")
+    run("build", model, *PROFILE)
+    assert "release-1 has not signed it" in run("build", model, *PROFILE, "--sign", tmp_path / "secret").stderr
+    run(*checked, code=EXIT_DAMAGED)
+    assert "has not signed" not in run("build", model, *PROFILE, "--sign", tmp_path / "secret", "--refresh").stderr
+    run(*checked)
 
 
 def test_build_then_hit_then_ls_show_verify(run: Any, model: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from trt_warmcache.cli_common import (
     store_option,
 )
 from trt_warmcache.cli_timing import timing as timing_commands
-from trt_warmcache.engine import Engine
+from trt_warmcache.engine import Engine, Outcome
 from trt_warmcache.errors import ConfigError, IntegrityError, MissError, UntrustedError, WarmCacheError
 from trt_warmcache.explain import stored_manifests
 from trt_warmcache.export import export_entry, file_names
@@ -252,6 +252,17 @@ def build(
                 click.echo(f"Not stored: {engine.publish_error.message}", err=True)
             for path in files:
                 click.echo(f"wrote {path}")
+        if (
+            signer is not None
+            and engine.outcome is not Outcome.BUILT
+            and signer.key_id not in engine.manifest.signature
+        ):
+            # What somebody else has built is not signed in passing: a signature says who made it.
+            click.echo(
+                f"warning: this engine was stored before, and {signer.key_id} has not signed it. Build it anew (--refresh), "
+                f"or sign it as it is (trt-warmcache sign {engine.key.digest[:12]} --key {key_file}).",
+                err=True,
+            )
 
 
 def _write_files(store: Store, engine: Engine, folder: Path) -> list[Path]:
