@@ -23,6 +23,7 @@ from trt_warmcache.events import EventKind
 from trt_warmcache.keys import Kind
 from trt_warmcache.stores._base import blob_name, manifest_name
 from trt_warmcache.testing import FakeBuilder, FlakyStore
+from trt_warmcache.testing._stores import sample_entry
 
 
 @pytest.fixture
@@ -410,6 +411,26 @@ def test_engine_is_returned_when_it_cannot_be_stored(model: Path, code: int, cal
         counts = manager.counters()
         assert counts["publish_failed"] == 1
         assert counts[f"publish_failed.{engine.publish_error.reason}"] == 1
+
+
+def test_error_of_a_miss_does_not_read_a_whole_store(tmp_path: Path, model: Path) -> None:
+    """A forbidden miss over a large or slow store is an error at once; how much was compared is told."""
+
+    class Slow(twc.LocalStore):
+        def manifest(self, kind: Kind, digest: str) -> twc.Manifest | None:
+            time.sleep(0.01)
+            return super().manifest(kind, digest)
+
+    store = Slow(tmp_path)
+    for number in range(60):
+        store.publish(*sample_entry(number))
+    with twc.EngineManager(store, builder=FakeBuilder(), memo=twc.DigestMemo(None)) as manager:
+        manager.key(model, profiles=PROFILE)  # what is loaded once does not count
+        started = time.monotonic()
+        with pytest.raises(twc.MissError, match=r"Compared with \d+ entries nearby"):
+            manager.get(model, profiles=PROFILE, policy=twc.Policy(on_miss="raise"))
+        assert time.monotonic() - started < 0.4  # all of them would take 0.6 s
+        assert manager.explain(model, profiles=PROFILE).complete
 
 
 def test_store_that_drops_writes(model: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,12 @@ from trt_warmcache.errors import IntegrityError, UntrustedError
 from trt_warmcache.keys import KEY_SCHEMA, Difference, EngineKey, Kind, differences
 from trt_warmcache.manifest import Manifest
 from trt_warmcache.profiles import ShapeProfile, profile_gaps
-from trt_warmcache.stores import Store
+from trt_warmcache.stores import EntryInfo, Store
 
 __all__ = ["Explanation", "Neighbour", "explain"]
+
+#: Manifests that are read at once from a store whose answers take time.
+_READERS = 16
 
 #: The parts that make two requests unrelated when they differ, most telling first; used to rank neighbours.
 _WEIGHT = {"model": 4, "builder.flavour": 3}
@@ -47,6 +51,8 @@ class Explanation:
         nearest: The entries that come closest, closest first.
         examined: How many entries were compared.
         damaged: Why the entry under this key cannot be used, or "".
+        complete: Whether all stored entries were compared; False where there was no time to ask far stores or to read
+            everything.
     """
 
     hit: bool
@@ -55,6 +61,7 @@ class Explanation:
     nearest: tuple[Neighbour, ...] = ()
     examined: int = 0
     damaged: str = ""
+    complete: bool = True
 
     @property
     def differences(self) -> tuple[Difference, ...]:
@@ -70,14 +77,16 @@ class Explanation:
             if not self.damaged
             else f"Miss: the entry of {what} is damaged: {self.damaged}"
         ]
-        if not self.nearest:
-            lines.append("No engine is stored there at all." if not self.examined else "")
+        if not self.examined and self.complete:
+            lines.append("No engine is stored there at all.")
         for neighbour in self.nearest:
             lines.append(
                 f"Nearest: {neighbour.label or 'entry'} ({neighbour.digest[:12]}) differs in {len(neighbour.differences)} part(s):"
             )
             lines += [f"  {difference}" for difference in neighbour.differences]
             lines += [f"  {gap}" for gap in neighbour.gaps]
+        if not self.complete:
+            lines.append(f"Compared with {self.examined} entries nearby; trt-warmcache explain compares with all.")
         return "\n".join(filter(None, lines))
 
     def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
@@ -92,6 +101,7 @@ class Explanation:
             "store": self.store,
             "examined": self.examined,
             "damaged": self.damaged,
+            "complete": self.complete,
             "nearest": [
                 {
                     "key": neighbour.digest,
@@ -106,13 +116,15 @@ class Explanation:
         }
 
 
-def explain(store: Store, key: EngineKey, *, limit: int = 3) -> Explanation:
+def explain(store: Store, key: EngineKey, *, limit: int = 3, seconds: float | None = None) -> Explanation:
     """Compare a key with everything stored.
 
     Args:
         store: Where to look.
         key: The request's key.
         limit: How many neighbours to name.
+        seconds: Compare with what can be read in that time from the parts of the store that answer at once; for
+            errors, which must not keep anybody waiting.
     """
     damaged = ""
     try:
@@ -120,21 +132,47 @@ def explain(store: Store, key: EngineKey, *, limit: int = 3) -> Explanation:
             return Explanation(hit=True, key=key, store=store.url)
     except (IntegrityError, UntrustedError) as error:
         damaged = error.message
-    found = list(stored_manifests(store, key.kind))
-    best = heapq.nsmallest(limit, found, key=lambda manifest: (_distance(key, manifest), manifest.key))
+    complete = seconds is None or store.local
+    found: dict[str, Manifest] = {}
+    until = None if seconds is None else time.monotonic() + seconds
+    for part in [store] if until is None else store.nearby():
+        for manifest in stored_manifests(part, key.kind):
+            found.setdefault(manifest.key, manifest)
+            if until is not None and time.monotonic() > until:
+                complete = False
+                break
+    best = heapq.nsmallest(limit, found.values(), key=lambda manifest: (_distance(key, manifest), manifest.key))
     nearest = tuple(_neighbour(key, manifest) for manifest in best)
-    return Explanation(hit=False, key=key, store=store.url, nearest=nearest, examined=len(found), damaged=damaged)
+    return Explanation(
+        hit=False, key=key, store=store.url, nearest=nearest, examined=len(found), damaged=damaged, complete=complete
+    )
 
 
-def stored_manifests(store: Store, kind: Kind) -> Iterable[Manifest]:
+def stored_manifests(store: Store, kind: Kind) -> Iterator[Manifest]:
     """All readable manifests of a kind; damaged and untrusted ones, and those that vanish meanwhile, are passed over."""
-    for entry in store.entries(kind):
+
+    def read(entry: EntryInfo) -> Manifest | None:
         try:
-            manifest = store.manifest(kind, entry.digest)
+            return store.manifest(kind, entry.digest)
         except (IntegrityError, UntrustedError):
-            continue
+            return None
+
+    for manifest in map(read, store.entries(kind)) if store.local else _side_by_side(read, store.entries(kind)):
         if manifest is not None:
             yield manifest
+
+
+def _side_by_side(
+    read: Callable[[EntryInfo], Manifest | None], entries: Iterable[EntryInfo]
+) -> Iterator[Manifest | None]:
+    """Several reads at once, for stores whose answers take time; results in order."""
+    from concurrent.futures import ThreadPoolExecutor  # not needed for a hit, and slow to import
+
+    pool = ThreadPoolExecutor(_READERS, "trt_warmcache-read")
+    try:
+        yield from pool.map(read, entries)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _distance(key: EngineKey, manifest: Manifest) -> int:

@@ -23,6 +23,9 @@ from trt_warmcache.stores import Lock, Payload
 
 __all__ = ["Finder"]
 
+#: Longest search for the nearest entries, for the message of a miss.
+_EXPLAIN_SECONDS = 0.05
+
 MakeEngine: TypeAlias = Callable[[Call, EngineKey, Manifest, Payload, Outcome], Engine]
 
 
@@ -194,7 +197,7 @@ class Finder:
     def explained(self, call: Call) -> str:
         """The nearest entries and what differs, for the message of a miss."""
         try:
-            return str(explain(call.store, call.key))
+            return str(explain(call.store, call.key, seconds=_EXPLAIN_SECONDS))
         except StoreError as error:
             return f"(The store could not be searched for the nearest entry: {error.message})"
 

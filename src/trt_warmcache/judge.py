@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from trt_warmcache.builders import disagreements
@@ -103,18 +104,19 @@ class History:
 
     @classmethod
     def of(cls, store: Store, key: EngineKey) -> History:
-        """Look through a store, for a second at most; trouble with it counts as no history."""
-        relatives: list[Manifest] = []
+        """Look through what is nearby of a store, for a second at most; trouble with it counts as no history."""
+        found: dict[str, Manifest] = {}
         until = time.monotonic() + _SECONDS
         try:
-            for manifest in stored_manifests(store, Kind.ENGINE):
+            for manifest in chain.from_iterable(stored_manifests(part, Kind.ENGINE) for part in store.nearby()):
                 # One of this very key too: it is being built anew.
                 if all(manifest.parts.get(part) == key.parts.get(part) for part in ("model", "builder.flavour")):
-                    relatives.append(manifest)
+                    found.setdefault(manifest.key, manifest)
                 if time.monotonic() > until:
                     break
         except StoreError:
             return cls()
+        relatives = [*found.values()]
         if not relatives:
             return cls()
         import statistics  # only a build needs it, and it is slow to import

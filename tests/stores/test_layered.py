@@ -538,6 +538,25 @@ def test_manager_over_a_dead_endpoint(tmp_path: Path, transport: str) -> None:
     assert EventKind.LOCK_UNAVAILABLE not in told.kinds  # nobody knows what that server honours
 
 
+def test_a_get_never_lists_far_away(tmp_path: Path) -> None:
+    """However many entries a bucket holds, neither a build nor the error of a forbidden one waits for their list."""
+    from tests.support import PROFILE, tiny_model
+
+    from trt_warmcache.testing import FakeBuilder
+
+    far = Remote(MemoryStore())
+    far.publish(ENTRY, PAYLOADS)
+    far.calls.clear()
+    store = LayeredStore([LocalStore(tmp_path), far])
+    with twc.EngineManager(store, builder=FakeBuilder(), memo=twc.DigestMemo(None)) as manager:
+        with pytest.raises(twc.MissError, match="trt-warmcache explain compares with all"):
+            manager.get(tiny_model(), profiles=PROFILE, policy=twc.Policy(on_miss="raise"))
+        assert manager.get(tiny_model(), profiles=PROFILE).outcome is twc.Outcome.BUILT
+        assert far.names("list") == []
+        assert manager.explain(tiny_model(), profiles=PROFILE, recipe="other").examined == 2
+    assert far.names("list") == ["engines/"]
+
+
 def test_server_that_gave_no_answer_is_asked_again(tmp_path: Path) -> None:
     """What a server honours is not concluded from its failing to answer: no warning, and leases once it does answer."""
 

@@ -314,6 +314,11 @@ class Store(ABC):
         """Unfinished objects of writers at work or dead; :meth:`list` does not show them."""
         return iter(())
 
+    def nearby(self) -> Iterator[Store]:
+        """The parts of this store that answer at once: itself, if it is local; of several layers, those that are."""
+        if self.local:
+            yield self
+
     def view(self, wrap: Callable[[Store], Store]) -> Store:
         """This store seen through another; of several layers each is wrapped, except those that are trusted."""
         return wrap(self)

@@ -73,6 +73,9 @@ class ForwardingStore(Store):
     def temporaries(self) -> Iterator[ObjectInfo]:
         return self.inner.temporaries()
 
+    def nearby(self) -> Iterator[Store]:
+        return super().nearby() if self.local else self.inner.nearby()
+
     def bind(self, events: Events) -> None:
         self.inner.bind(events)
 

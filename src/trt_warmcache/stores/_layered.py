@@ -198,6 +198,11 @@ class LayeredStore(Store):
                     seen.add(info.name)
                     yield info
 
+    def nearby(self) -> Iterator[Store]:
+        for tier in self._tiers:
+            if tier.direct:
+                yield from tier.store.nearby()
+
     def in_use(self, ref: BlobRef) -> bool:
         return any(tier.store.in_use(ref) for tier in self._writable())
 
