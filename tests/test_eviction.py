@@ -26,7 +26,7 @@ from trt_warmcache.keys import EngineKey, Kind
 from trt_warmcache.lease import Lease
 from trt_warmcache.manifest import Labels, Manifest, Provenance
 from trt_warmcache.memo import default_memo_folder
-from trt_warmcache.stores import LayeredStore, LocalStore, MemoryStore, Store
+from trt_warmcache.stores import FsspecStore, LayeredStore, LocalStore, MemoryStore, Store
 from trt_warmcache.stores._base import blob_name, manifest_name
 from trt_warmcache.testing import FakeBuilder
 from trt_warmcache.uses import UseLog, is_pinned, pin, unpin
@@ -407,6 +407,20 @@ LocalStore(sys.argv[1]).write("blobs/ab/" + "ab" * 32, b"x" * 500)
     plan = gc(store)
     assert len(plan.litter) == 3
     assert {info.name for info in store.temporaries()} == {info.name for info in found[3:]}
+
+
+def test_temporaries_of_remote_file_systems_are_swept(tmp_path: Path) -> None:
+    """Where a remote file system has no atomic writes, what dead writers left there goes too, once it is old enough."""
+    store = FsspecStore(f"file://{tmp_path}")
+    put(store, 1)
+    folder = tmp_path / "trtwc-1" / "blobs" / "ab"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, age in ((".tmp-old-x", 2 * HOUR), (".tmp-new-x", 0.0)):
+        (folder / name).write_bytes(b"half")
+        os.utime(folder / name, (time.time() - age,) * 2)
+    gc(store)
+    assert sorted(path.name for path in folder.glob(".tmp-*")) == [".tmp-new-x"]
+    assert len(list(store.entries(Kind.ENGINE))) == 1
 
 
 def test_orphans_wait_for_the_grace_period(store: LocalStore) -> None:

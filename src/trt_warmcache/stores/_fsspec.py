@@ -151,6 +151,14 @@ class FsspecStore(Store):
             if name.startswith(prefix) and not any(part.startswith(".") for part in name.split("/")):
                 yield ObjectInfo(name, head.size, head.modified)
 
+    def temporaries(self) -> Iterator[ObjectInfo]:
+        if not self.wire.leaves_temporaries:
+            return
+        doing = "look for temporary files"
+        for name, head in self._requests.call_or_none(doing, lambda wire, seconds: [*wire.list("", seconds)]) or ():
+            if name.rpartition("/")[2].startswith(".tmp-"):
+                yield ObjectInfo(name, head.size, head.modified)
+
     def fetch(self, ref: BlobRef, *, rehash: bool = False) -> Payload:
         try:
             landing = Landing.nameless(ref.size, self._folder)

@@ -125,7 +125,7 @@ class Requests:
             raise ConfigError(f"{self.url} cannot be opened with these storage options: {words}") from None
         except Exception as error:  # noqa: BLE001  whatever a backend raises becomes a typed error
             # Some backends connect at once, and raise whatever their protocol raises.
-            raise self._error(error, "connect") from self._cause(error)
+            raise self._error(error, "connect", "to") from self._cause(error)
 
     def close(self) -> None:
         """Let go of the connections; the next request makes new ones."""
@@ -222,14 +222,14 @@ class Requests:
 
     # ---- what went wrong --------------------------------------------------------------------------------------
 
-    def _error(self, error: BaseException, doing: str) -> RequestError:
+    def _error(self, error: BaseException, doing: str, where: str = "in") -> RequestError:
         diagnosis = diagnose(error)
         fault = diagnosis.fault
         meaning = {Fault.NO_BUCKET: "the bucket does not exist", Fault.MISSING: "there is no such object"}
         told = meaning.get(fault, fault.value)
         words = self._scrubbed(diagnosis.words)
         return RequestError(
-            f"Could not {doing} in {self.url}: {told} ({words}). {fault.advice}.",
+            f"Could not {doing} {where} {self.url}: {told} ({words}). {fault.advice}.",
             reason=fault.reason,
             store=self.url,
             fault=fault,

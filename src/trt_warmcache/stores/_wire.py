@@ -48,10 +48,12 @@ class Wire(ABC):
     Attributes:
         conditional: There are requests with conditions. Whether the server honours them is for a probe to find out.
         ranges_sure: A ranged request cannot come back as the whole object.
+        leaves_temporaries: A writer that dies may leave a temporary file behind.
     """
 
     conditional = False
     ranges_sure = True
+    leaves_temporaries = False
 
     @abstractmethod
     def get(self, name: str, start: int, stop: int, seconds: float) -> Any:
@@ -111,6 +113,7 @@ class FsspecWire(Wire):
         self.fs = filesystem
         self.root = root
         self._atomic = atomic
+        self.leaves_temporaries = not atomic
 
     def path(self, name: str) -> str:
         """Where an object lies in the file system."""
