@@ -767,6 +767,27 @@ def test_remote_alone_that_does_not_answer() -> None:
             assert caught.value.reason is StoreReason.UNAVAILABLE
 
 
+def test_one_broken_publication_does_not_stop_the_others(tmp_path: Path) -> None:
+    """Whatever goes wrong with one entry in the background, those behind it still arrive, and it is told."""
+    told, inner = Heard(), MemoryStore()
+
+    def broken(call: str, name: str) -> None:
+        if call == "put_blob" and REF.hex in name:
+            raise RuntimeError("a bug in somebody's store")
+
+    store = LayeredStore([LocalStore(tmp_path), Remote(inner, broken)], WriteTo.BACKGROUND, flush_seconds=20)
+    store.bind(Events([told]))
+    other, payloads = sample_entry(2)
+    store.publish(ENTRY, PAYLOADS)
+    store.publish(other, payloads)
+    assert store.flush()
+    assert has(inner, other)
+    assert not has(inner)
+    assert told.kinds == [EventKind.PUBLISH_FAILED]
+    assert "somebody's store" in told.events[0].detail["text"]
+    store.close()
+
+
 def test_fork_leaves_pending_publications_to_the_parent(tmp_path: Path) -> None:
     """A child of a process that still publishes does not wait for what it cannot see ending, and works by itself."""
     far = LocalStore(tmp_path / "far")

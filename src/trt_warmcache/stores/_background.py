@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
@@ -9,10 +10,12 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
-from trt_warmcache.errors import IntegrityError, StoreError, UntrustedError
+from trt_warmcache.errors import WarmCacheError
 from trt_warmcache.events import EventKind
 
 __all__ = ["Background"]
+
+log = logging.getLogger("trt_warmcache")
 
 
 class Background:
@@ -73,8 +76,11 @@ class Background:
             key, act = task
             try:
                 act()
-            except (StoreError, IntegrityError, UntrustedError) as error:
+            except WarmCacheError as error:
                 self._emit(EventKind.PUBLISH_FAILED, key=key, reason="background", text=error.message)
+            except Exception as error:  # the publications behind it must not be lost with this one
+                log.exception("publishing %s failed", key[:12])
+                self._emit(EventKind.PUBLISH_FAILED, key=key, reason="background", text=f"{key[:12]}: {error!r}")
             finally:
                 with self._guard:
                     self._pending[key] -= 1
