@@ -23,7 +23,7 @@ from trt_warmcache.bundle import copy_store, export_bundle, import_bundle, read_
 from trt_warmcache.errors import ConfigError, IntegrityError, StoreError, StoreReason
 from trt_warmcache.keys import EngineKey, Kind
 from trt_warmcache.manifest import CHUNK_BYTES, BlobRef, Labels, Manifest, Provenance
-from trt_warmcache.stores import LayeredStore, LocalStore, MemoryStore, Store
+from trt_warmcache.stores import LayeredStore, LocalStore, MemoryStore, Payload, Store
 from trt_warmcache.stores._base import WritePiece, blob_name, manifest_name
 from trt_warmcache.testing import FakeBuilder
 from trt_warmcache.testing._stores import sample_entry
@@ -450,6 +450,27 @@ def test_verify_finds_all_damage(tmp_path: Path) -> None:
     assert [done for done, _, _ in seen] == [1, 2, 3]
     assert verify_store(store).good == 1
     assert verify_store(store).ok
+
+
+def test_verify_goes_on_past_what_cannot_be_read(tmp_path: Path) -> None:
+    """One file on a bad sector does not hide the state of the others; a service that is down is an error at once."""
+
+    class BadSector(LocalStore):
+        def fetch(self, ref: BlobRef, *, rehash: bool = False) -> Payload:
+            if ref == MANIFESTS[1].blobs[0]:
+                raise StoreError("Input/output error", reason=StoreReason.UNAVAILABLE, store=self.url)
+            return super().fetch(ref, rehash=rehash)
+
+    report = verify_store(filled(BadSector(tmp_path)))
+    assert report.good == 2
+    assert [(digest, str(error)) for _, digest, error in report.bad] == [(MANIFESTS[1].key, "Input/output error")]
+
+    def down(call: str, name: str) -> None:
+        if call == "fetch":
+            raise StoreError("down", reason=StoreReason.UNAVAILABLE, store="far")
+
+    with pytest.raises(StoreError, match="down"):
+        verify_store(Remote(filled(), down))
 
 
 def test_verify_runs_in_parallel() -> None:

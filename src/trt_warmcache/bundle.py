@@ -642,12 +642,12 @@ class VerifyReport:
 
     Attributes:
         good: Entries whose every byte is right.
-        bad: Entries that are damaged or not trusted: kind, key, error.
+        bad: Entries that are damaged, not trusted, or that the store could not read: kind, key, error.
         size: Payload bytes read.
     """
 
     good: int
-    bad: tuple[tuple[Kind, str, IntegrityError | UntrustedError], ...] = ()
+    bad: tuple[tuple[Kind, str, IntegrityError | UntrustedError | StoreError], ...] = ()
     size: int = 0
 
     @property
@@ -660,7 +660,7 @@ class VerifyReport:
 class _Verified:
     info: EntryInfo
     size: int = 0
-    error: IntegrityError | UntrustedError | None = field(default=None)
+    error: IntegrityError | UntrustedError | StoreError | None = field(default=None)
 
 
 def verify_store(
@@ -679,7 +679,8 @@ def verify_store(
         progress: Called on this thread with entries done, entries in all, and payload bytes read.
 
     Raises:
-        StoreError: The store cannot be read.
+        StoreError: The store cannot be read at all. A single entry that cannot be, because of its permissions or a bad
+            sector, is in the report.
     """
     found = [info for kind in Kind for info in store.entries(kind)]
 
@@ -691,6 +692,10 @@ def verify_store(
                 store.fetch(ref, rehash=True).close()
                 done.size += ref.size
         except (IntegrityError, UntrustedError) as error:
+            done.error = error
+        except StoreError as error:
+            if not store.local and error.reason is not StoreReason.DENIED:
+                raise  # the service is down; the other entries would only wait for it one by one
             done.error = error
         return done
 

@@ -15,7 +15,7 @@ import click
 
 from trt_warmcache.bundle import CopyReport, copy_store, export_bundle, import_bundle, verify_store
 from trt_warmcache.cli_common import find_entry, json_option, store_argument, store_option
-from trt_warmcache.errors import ConfigError, IntegrityError
+from trt_warmcache.errors import ConfigError, IntegrityError, StoreError
 from trt_warmcache.eviction import EvictionRules, plan_eviction, scan
 from trt_warmcache.keys import Kind
 from trt_warmcache.manifest import Manifest
@@ -276,7 +276,10 @@ def verify(
     trusted: tuple[Path, ...],
     workers: int | None,
 ) -> None:
-    """Read every entry and check its bytes; exit with code 4 if any is damaged or, with --signed, not trusted."""
+    """Read every entry and check its bytes; exit with code 4 if any is damaged or, with --signed, not trusted.
+
+    Entries that cannot be read are told too; if there is nothing worse, the exit code is 1.
+    """
     if signed != bool(trusted):
         raise ConfigError("--signed and --trusted belong together: say which keys to trust.")
     with open_store(store_argument(stores)) as opened:
@@ -291,17 +294,21 @@ def verify(
 
             report = verify_store(store, workers=workers, quarantine=quarantine, progress=told)
     bad = [
-        {"kind": kind.value, "key": digest, "reason": error.reason, "message": error.message}
+        {"kind": kind.value, "key": digest, "reason": str(error.reason), "message": error.message}
         for kind, digest, error in report.bad
     ]
+    unread = {digest for _, digest, error in report.bad if isinstance(error, StoreError)}
     if as_json:
         click.echo(json.dumps({"good": report.good, "damaged": bad}))
     else:
         for row in bad:
-            click.echo(f"damaged: {row['kind']}/{row['key'][:12]}: {row['message']}")
-        click.echo(f"{report.good} good, {len(bad)} damaged")
+            click.echo(
+                f"{'unreadable' if row['key'] in unread else 'damaged'}: {row['kind']}/{row['key'][:12]}: {row['message']}"
+            )
+        damaged = len(bad) - len(unread)
+        click.echo(f"{report.good} good, {damaged} damaged" + (f", {len(unread)} unreadable" if unread else ""))
     if bad:
-        raise SystemExit(_EXIT_DAMAGED)
+        raise SystemExit(_EXIT_FAILED if len(unread) == len(bad) else _EXIT_DAMAGED)
 
 
 @click.command()
