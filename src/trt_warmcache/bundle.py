@@ -602,7 +602,7 @@ def _copy_one(
 
 def _lands(target: Store, ref: BlobRef) -> bool:
     """Whether a blob can be written where it stays while it arrives: it needs no memory then, whatever its size."""
-    return target.capabilities.mappable and bool(ref.chunks or ref.size <= manifests.CHUNK_BYTES)
+    return target.local and target.capabilities.mappable and bool(ref.chunks or ref.size <= manifests.CHUNK_BYTES)
 
 
 def _state(store: Store, manifest: Manifest, blobs: Mapping[str, int] | None = None) -> str:
