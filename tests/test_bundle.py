@@ -23,7 +23,7 @@ from trt_warmcache.bundle import copy_store, export_bundle, import_bundle, read_
 from trt_warmcache.errors import ConfigError, IntegrityError, StoreError, StoreReason
 from trt_warmcache.keys import EngineKey, Kind
 from trt_warmcache.manifest import CHUNK_BYTES, BlobRef, Labels, Manifest, Provenance
-from trt_warmcache.stores import LayeredStore, LocalStore, MemoryStore, Payload, Store
+from trt_warmcache.stores import FsspecStore, LayeredStore, LocalStore, MemoryStore, Payload, Store
 from trt_warmcache.stores._base import WritePiece, blob_name, manifest_name
 from trt_warmcache.testing import FakeBuilder
 from trt_warmcache.testing._stores import sample_entry
@@ -418,6 +418,17 @@ def test_copy_into_layers(tmp_path: Path) -> None:
     near, far = LocalStore(tmp_path), MemoryStore()
     copy_store(filled(), LayeredStore([near, Remote(far)]))
     assert everything(near) == everything(far) == ALL
+
+
+def test_copy_into_layers_packs_for_the_far_one(tmp_path: Path) -> None:
+    """A copy into a folder and a bucket leaves mappable bytes in the one and packed ones in the other."""
+    source, far = MemoryStore(), FsspecStore(f"memory://copied-{tmp_path.name}")
+    source.publish(*sample_entry(1, b"some text " * 50_000))
+    near = LocalStore(tmp_path)
+    assert copy_store(source, LayeredStore([near, far])).count("copied") == 1
+    assert [info.name.endswith(".zst") for info in far.list("blobs/")] == [True]
+    assert [info.name.endswith(".zst") for info in near.list("blobs/")] == [False]
+    assert verify_store(far).good == verify_store(near).good == 1
 
 
 def test_any_tool_can_copy_the_tree(tmp_path: Path) -> None:
