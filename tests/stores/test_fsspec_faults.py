@@ -251,7 +251,7 @@ def test_wrong_chunk_on_the_way_is_healed(way: Way, effect: CutBody | FlipBit | 
     """A chunk that arrives short, torn, flipped or not at all is fetched again; what is handed out is right."""
     ref = describe_blob("plan", LARGE)
     way.store.put_blob(ref, LARGE)
-    store = way.open(timeout=6.0)
+    store = way.open(timeout=12.0)
     injected = way.proxy.inject(effect, where=reads, path=ref.hex, nth=2)
     payload = store.fetch(ref)
     assert payload.view == LARGE
